@@ -1,0 +1,21 @@
+"""Training-free sparse and quantised attention for language, image and video models."""
+
+from sparge.api import attention, block_sparse_attention, predict_mask, varlen_attention
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.ordering import TokenOrder, token_order
+from sparge.stages import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockMask",
+    "SparseConfig",
+    "Stats",
+    "TokenOrder",
+    "attention",
+    "block_sparse_attention",
+    "predict_mask",
+    "token_order",
+    "varlen_attention",
+]

@@ -1,0 +1,219 @@
+"""The public functions. `_run` is the whole pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sparge.backends import choose
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs, Window, check_packed, prepare_inputs, restore
+from sparge.stages import Output, Stats
+
+Result = Tensor | tuple[Tensor | Stats, ...]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    config: SparseConfig | None = None,
+    window: Window | None = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+) -> Result:
+    """Sparse attention with the arguments of torch.nn.functional.scaled_dot_product_attention, and a few more.
+
+    One difference: is_causal with unequal lengths aligns bottom-right (the last query sees every key), as
+    FlashAttention does; torch aligns top-left. Rows that see no key give 0 (and an LSE of -inf).
+
+    attn_mask     boolean key padding [B, 1, 1, Nk], True = attend; combines with is_causal and window
+    config        SparseConfig(); the default needs no tuning
+    window        (left, right) keys each row sees around its own position; None or -1: no limit
+    layout        "BHSD" or "BSHD", of the inputs and the output
+    return_lse    also return the float32 natural-log LSE [B, Hq, Nq]
+    return_stats  also return Stats, its tensors on the device
+
+    >>> q, k, v = torch.randn(3, 1, 8, 1024, 64).unbind(0)
+    >>> out, stats = attention(q, k, v, is_causal=True, return_stats=True)
+    >>> out.shape, stats.visible.shape
+    (torch.Size([1, 8, 1024, 64]), torch.Size([1, 8]))
+    """
+    inputs = prepare_inputs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout)
+    output, stats = _run(inputs, _config(config))
+    return _result(restore(output.values, layout), output.lse, stats, return_lse, return_stats)
+
+
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    quantization: str = "auto",
+    pv_threshold: float | tuple[float, ...] | None = None,
+    window: Window | None = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    return_stats: bool = False,
+) -> Result:
+    """Attention over the blocks of a mask of one's own, and nothing else: no block is added to it.
+
+    Causal order, window and padding still apply inside the blocks. A row all of whose blocks are left out gives 0.
+    """
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a sparge.BlockMask, not {type(mask).__name__}; see BlockMask.from_dense.")
+    inputs = prepare_inputs(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, window, layout)
+    config = SparseConfig(rule="topk", topk=1.0, block=mask.block, quantization=quantization, pv_threshold=pv_threshold)
+    output, stats = _run(inputs, config, mask)
+    return _result(restore(output.values, layout), output.lse, stats, return_lse, return_stats)
+
+
+def predict_mask(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    config: SparseConfig | None = None,
+    window: Window | None = None,
+    layout: str = "BHSD",
+) -> BlockMask:
+    """The mask that `attention` would use, alone.
+
+    >>> q, k = torch.randn(2, 1, 4, 512, 64).unbind(0)
+    >>> predict_mask(q, k, config=SparseConfig(rule="topk", topk=0.25, subblocks=(1, 1), sinks=0))
+    BlockMask(batch=1, heads=4, 4 x 8 blocks of 128 x 64, sparsity 75.0%)
+    """
+    inputs = prepare_inputs(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, window, layout)
+    choice = choose(inputs, replace(_config(config), quantization="none"))  # number formats do not change the mask
+    return choice.backend.select(choice.backend.summarize(inputs, choice.config), choice.config)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    config: SparseConfig | None = None,
+    window: Window | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+) -> Result:
+    """Attention over sequences packed end to end: [tokens, heads, head_dim], as FlashAttention's varlen functions.
+
+    Sequence n holds rows cu_seqlens[n] to cu_seqlens[n + 1]; GQA is taken from the head counts. The LSE is
+    [Hq, query tokens]; the stats have one row per sequence.
+    """
+    config = _config(config)
+    check_packed(query, key, value)
+    q_ends = _sequence_ends("cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_seqlen_q)
+    k_ends = _sequence_ends("cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_seqlen_k)
+    if len(q_ends) != len(k_ends):
+        raise ValueError(
+            f"cu_seqlens_q describes {len(q_ends) - 1} sequences but cu_seqlens_k {len(k_ends) - 1}; they must agree."
+        )
+    values = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
+    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, device=query.device)
+    per_sequence: list[Stats | None] = []
+    for n in range(len(q_ends) - 1):
+        rows, keys = slice(q_ends[n], q_ends[n + 1]), slice(k_ends[n], k_ends[n + 1])
+        if rows.start == rows.stop or keys.start == keys.stop:
+            per_sequence.append(None)
+            continue
+        inputs = prepare_inputs(
+            query[None, rows], key[None, keys], value[None, keys],
+            is_causal=is_causal, scale=scale, enable_gqa=True, window=window, layout="BSHD",
+        )  # fmt: skip
+        output, stats = _run(inputs, config)
+        values[rows], lse[:, rows] = output.values[0].transpose(0, 1), output.lse[0]
+        per_sequence.append(stats)
+    return _result(values, lse, _stack_stats(per_sequence, query), return_lse, return_stats)
+
+
+def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> tuple[Output, Stats]:
+    choice = choose(inputs, config)
+    backend, config = choice.backend, choice.config
+    blocks = backend.summarize(inputs, config)
+    mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
+    output = backend.attend(blocks, mask, config)
+    heads = inputs.query.shape[:2]
+    executed, visible = (x.expand(heads) for x in (mask.kept_per_head, mask.visible_per_head))
+    return output, Stats(executed, visible, output.skipped_pv, backend.name, choice.reason, config.quantization)
+
+
+def _visible_part(mask: BlockMask, inputs: Inputs) -> BlockMask:
+    """A caller's mask, checked against the inputs and cut to what can be seen."""
+    batch, heads, q_len, _ = inputs.query.shape
+    k_len = inputs.key.shape[2]
+    shape = mask.bits.shape[:2]
+    if (mask.q_len, mask.k_len) != (q_len, k_len) or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+        raise ValueError(
+            f"mask is for {shape[0]} x {shape[1]} heads of {mask.q_len} x {mask.k_len} tokens, but the inputs have "
+            f"{batch} x {heads} heads of {q_len} x {k_len} tokens."
+        )
+    if mask.bits.device != inputs.query.device:
+        raise ValueError(f"mask is on {mask.bits.device} but query is on {inputs.query.device}; move it there.")
+    seen = inputs.visibility.blocks(*mask.block)
+    visible = BlockMask.from_dense(seen, q_len, k_len, mask.block, visible=seen)
+    return BlockMask(mask.bits & visible.bits, q_len, k_len, mask.block, visible.bits)
+
+
+def _config(config: SparseConfig | None) -> SparseConfig:
+    if config is None:
+        return SparseConfig()
+    if not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a sparge.SparseConfig, not {type(config).__name__}.")
+    return config
+
+
+def _result(values: Tensor, lse: Tensor, stats: Stats, return_lse: bool, return_stats: bool) -> Result:
+    extras: tuple[Tensor | Stats, ...] = ((lse,) if return_lse else ()) + ((stats,) if return_stats else ())
+    return (values, *extras) if extras else values
+
+
+def _sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, longest: int) -> list[int]:
+    if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or len(ends) < 2:
+        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of at least two sequence ends, not {ends!r}.")
+    values: list[int] = ends.tolist()
+    lengths = [end - start for start, end in pairwise(values)]
+    if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, not {values}.")
+    if max(lengths) > longest:
+        raise ValueError(f"{longest_name}={longest} is less than the longest sequence, {max(lengths)}.")
+    return values
+
+
+def _stack_stats(per_sequence: list[Stats | None], query: Tensor) -> Stats:
+    """One row per sequence; an empty one has nothing visible."""
+    ran = [stats for stats in per_sequence if stats is not None]
+    zero = torch.zeros(1, query.shape[1], dtype=torch.int64, device=query.device)
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([zero if stats is None else getattr(stats, name) for stats in per_sequence])
+
+    last = ran[-1] if ran else Stats(zero, zero, zero, "none", "no sequence has tokens", "none")
+    return Stats(rows("executed"), rows("visible"), rows("skipped_pv"), last.backend, last.reason, last.quantization)

@@ -1,0 +1,82 @@
+"""The backends, best first, and the choice among them. A refusal is data: one phrase that says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from sparge import reference
+from sparge.backends.cpu.launch import CpuBackend
+from sparge.backends.gather import GatherBackend
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs
+from sparge.stages import Blocks, Output
+
+
+class Backend(Protocol):
+    """One way to run the pipeline. Each stage has a torch twin of the same signature in `reference`."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+
+    def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
+        """Why it cannot run this call, or None."""
+
+    def default_quantization(self, device: torch.device) -> str:
+        """What quantization="auto" means here."""
+
+    def summarize(self, inputs: Inputs, config: SparseConfig) -> Blocks: ...
+
+    def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask: ...
+
+    def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output: ...
+
+
+class ReferenceBackend:
+    """The oracle as a backend: every mode on every device, at the cost of dense attention or more."""
+
+    name = "reference"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
+        return None
+
+    def default_quantization(self, device: torch.device) -> str:
+        return "none"
+
+    summarize = staticmethod(reference.summarize)
+    select = staticmethod(reference.select)
+    attend = staticmethod(reference.attend)
+
+
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), GatherBackend(), ReferenceBackend())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that will run, the config with "auto" resolved, and why."""
+
+    backend: Backend
+    config: SparseConfig
+    reason: str
+
+
+def choose(inputs: Inputs, config: SparseConfig) -> Choice:
+    """The first backend that can run this call; the reason names those passed over."""
+    config.check_heads(inputs.query.shape[1])
+    refusals: list[str] = []
+    for backend in BACKENDS:
+        refusal = backend.unavailable() or backend.unsupported(inputs, config)
+        if refusal is None:
+            if config.quantization == "auto":
+                config = replace(config, quantization=backend.default_quantization(inputs.query.device))
+            return Choice(backend, config, "; ".join(refusals) or "first choice")
+        refusals.append(f"{backend.name}: {refusal}")
+    raise RuntimeError("No backend can run this call: " + "; ".join(refusals) + ".")

@@ -1,0 +1,227 @@
+"""BlockMask: which blocks of the attention matrix are computed, one bit each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.config import BLOCK_KEYS, BLOCK_ROWS
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+WORD = 32  # bits per int32 word
+SHADES = " ░▒▓█"
+
+
+class BlockLists(NamedTuple):
+    """Kept key blocks of each query block, ascending; entries past the count are -1."""
+
+    counts: Tensor  # int32 [B, H, query blocks]
+    indices: Tensor  # int32 [B, H, query blocks, key blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """A block mask of `block` = (rows, keys) over a q_len x k_len attention matrix, per batch entry and query head.
+
+    The batch and head extents may be 1, to serve every batch entry or head. `visible` (same packing) says which blocks
+    the caller's causal order, window and padding leave visible; sparsity counts among those, or among all without it.
+
+    >>> mask = BlockMask.from_dense(torch.eye(4, 8).bool(), q_len=512, k_len=512)
+    >>> mask
+    BlockMask(batch=1, heads=1, 4 x 8 blocks of 128 x 64, sparsity 87.5%)
+    >>> round(mask.sparsity.item(), 3)
+    0.875
+    """
+
+    bits: Tensor  # int32 [B, H, query blocks, ceil(key blocks / 32)]; key block j is bit j % 32 of word j // 32
+    q_len: int
+    k_len: int
+    block: tuple[int, int]
+    visible: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.block[0] not in BLOCK_ROWS or self.block[1] not in BLOCK_KEYS:
+            raise ValueError(f"block must have rows in {BLOCK_ROWS} and keys in {BLOCK_KEYS}, not {self.block!r}.")
+        want = (self.q_blocks, -(-self.k_blocks // WORD))
+        for name, bits in (("bits", self.bits), ("visible", self.visible)):
+            if bits is not None and (bits.dtype != torch.int32 or bits.dim() != 4 or tuple(bits.shape[2:]) != want):
+                raise ValueError(
+                    f"{name} must be int32 [B, H, {want[0]}, {want[1]}] for {self.q_len} x {self.k_len} tokens in "
+                    f"{self.block[0]} x {self.block[1]} blocks, not {bits.dtype} {tuple(bits.shape)}."
+                )
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block[0])
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.k_len // self.block[1])
+
+    # ---- from and to other forms
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        q_len: int,
+        k_len: int,
+        block: tuple[int, int] = (128, 64),
+        visible: Tensor | None = None,
+    ) -> BlockMask:
+        """From booleans [query blocks, key blocks], with up to two leading extents (batch, heads)."""
+        want = (-(-q_len // block[0]), -(-k_len // block[1]))
+        for name, x in (("dense", dense), ("visible", visible)):
+            if x is not None and (x.dtype != torch.bool or x.dim() not in (2, 3, 4) or tuple(x.shape[-2:]) != want):
+                raise ValueError(
+                    f"{name} must be a bool tensor ending in [{want[0]}, {want[1]}] blocks for {q_len} x {k_len} "
+                    f"tokens in {block[0]} x {block[1]} blocks, not {x.dtype} {tuple(x.shape)}."
+                )
+        return cls(_pack(dense), q_len, k_len, block, None if visible is None else _pack(visible))
+
+    @classmethod
+    def from_lists(
+        cls, counts: Tensor, indices: Tensor, q_len: int, k_len: int, block: tuple[int, int] = (128, 64)
+    ) -> BlockMask:
+        """From kept key blocks: the first counts[...] entries of indices[..., :] are kept; the rest is not read."""
+        k_blocks = -(-k_len // block[1])
+        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        spare = torch.where(listed, indices.long(), k_blocks)
+        if spare.min() < 0 or (spare > k_blocks).any() or (listed & (indices >= k_blocks)).any():
+            raise ValueError(f"indices must name key blocks 0 to {k_blocks - 1}.")
+        dense = torch.zeros(*indices.shape[:-1], k_blocks + 1, dtype=torch.bool, device=indices.device)
+        return cls.from_dense(dense.scatter_(-1, spare, True)[..., :-1], q_len, k_len, block)
+
+    @classmethod
+    def from_flex(cls, flex: FlexBlockMask) -> BlockMask:
+        """The blocks of a FlexAttention mask, partial and full.
+
+        What its mask_mod hides inside partial blocks is not known here: say it with is_causal, window or attn_mask.
+        """
+        q_len, k_len = flex.seq_lengths
+        rows, keys = flex.BLOCK_SIZE
+        mask = cls.from_lists(flex.kv_num_blocks, flex.kv_indices, q_len, k_len, (rows, keys))
+        if flex.full_kv_num_blocks is not None and flex.full_kv_indices is not None:
+            mask |= cls.from_lists(flex.full_kv_num_blocks, flex.full_kv_indices, q_len, k_len, (rows, keys))
+        return mask
+
+    def to_flex(self, mask_mod: object = None) -> FlexBlockMask:
+        """As FlexAttention's BlockMask; with a mask_mod every kept block is checked by it, without none is."""
+        from torch.nn.attention.flex_attention import BlockMask as Flex
+
+        counts, indices = self.to_lists()
+        indices = indices.clamp(min=0)
+        lengths = (self.q_len, self.k_len)
+        if mask_mod is not None:
+            return Flex.from_kv_blocks(counts, indices, None, None, self.block, mask_mod, lengths)  # type: ignore[arg-type]
+        none = torch.zeros_like(counts)
+        return Flex.from_kv_blocks(none, indices, counts, indices, self.block, seq_lengths=lengths)
+
+    def to_dense(self) -> Tensor:
+        """bool [B, H, query blocks, key blocks]."""
+        return _unpack(self.bits, self.k_blocks)
+
+    def to_lists(self) -> BlockLists:
+        dense = self.to_dense()
+        counts = dense.sum(-1, dtype=torch.int32)
+        order = dense.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        listed = torch.arange(self.k_blocks, device=dense.device) < counts[..., None]
+        return BlockLists(counts, torch.where(listed, order, -1))
+
+    # ---- measures
+
+    @property
+    def kept_per_head(self) -> Tensor:
+        """Kept (and, where known, visible) blocks, int64 [B, H]."""
+        bits = self.bits if self.visible is None else self.bits & self.visible
+        return _unpack(bits, self.k_blocks).sum((-2, -1))
+
+    @property
+    def visible_per_head(self) -> Tensor:
+        """Visible blocks, int64 [B, H]."""
+        shape = torch.broadcast_shapes(self.bits.shape[:2], (1, 1) if self.visible is None else self.visible.shape[:2])
+        if self.visible is None:
+            return torch.full(shape, self.q_blocks * self.k_blocks, device=self.bits.device)
+        return _unpack(self.visible, self.k_blocks).sum((-2, -1)).expand(shape)
+
+    @property
+    def sparsity(self) -> Tensor:
+        """Share of visible blocks that are skipped, a 0-d float32 tensor."""
+        return 1 - self.kept_per_head.sum().float() / self.visible_per_head.sum().clamp(min=1)
+
+    # ---- sets
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        return self._combine(other, self.bits | other.bits)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        return self._combine(other, self.bits & other.bits)
+
+    def _combine(self, other: BlockMask, bits: Tensor) -> BlockMask:
+        if (self.q_len, self.k_len, self.block) != (other.q_len, other.k_len, other.block):
+            raise ValueError(f"masks of different shape cannot be combined: {self!r} and {other!r}.")
+        both = self.visible is not None and other.visible is not None
+        visible = self.visible | other.visible if both else None  # type: ignore[operator]
+        return BlockMask(bits, self.q_len, self.k_len, self.block, visible)
+
+    def equals(self, other: BlockMask) -> bool:
+        """Whether both keep exactly the same blocks (waits for the device)."""
+        same_shape = (self.q_len, self.k_len, self.block) == (other.q_len, other.k_len, other.block)
+        return same_shape and self.bits.shape == other.bits.shape and bool((self.bits == other.bits).all())
+
+    # ---- to look at
+
+    def __repr__(self) -> str:
+        batch, heads = self.bits.shape[:2]
+        size = f"{self.q_blocks} x {self.k_blocks} blocks of {self.block[0]} x {self.block[1]}"
+        return f"BlockMask(batch={batch}, heads={heads}, {size}, sparsity {self.sparsity.item():.1%})"
+
+    def picture(self, batch: int = 0, head: int = 0, width: int = 64) -> str:
+        """The mask as text, one character per block or per patch of blocks: darker is fuller.
+
+        >>> print(BlockMask.from_dense(torch.ones(2, 4).bool().tril(1), q_len=256, k_len=256).picture())
+        ██··
+        ███·
+        """
+        dense = self.to_dense()[batch, head].float().cpu()
+        seen = torch.ones_like(dense)
+        if self.visible is not None:
+            shown = self.visible[min(batch, self.visible.shape[0] - 1), min(head, self.visible.shape[1] - 1)]
+            seen = _unpack(shown[None, None], self.k_blocks)[0, 0].float().cpu()
+        columns = min(width, self.k_blocks)
+        rows = min(-(-columns // 2), self.q_blocks) if self.k_blocks > width else self.q_blocks
+        size = (rows, columns)
+        fill = torch.nn.functional.adaptive_avg_pool2d((dense * seen)[None], size)[0]
+        lit = torch.nn.functional.adaptive_avg_pool2d(seen[None], size)[0]
+        share = torch.where(lit > 0, fill / lit.clamp(min=1e-6), -1.0)
+        return "\n".join("".join(_shade(value) for value in line).rstrip() for line in share.tolist())
+
+
+def _shade(share: float) -> str:
+    """Blank: not visible; a dot: visible and skipped; then by how much is kept."""
+    if share < 0:
+        return " "
+    if share == 0:
+        return "·"
+    return SHADES[min(len(SHADES) - 1, 1 + int(share * (len(SHADES) - 1.001)))]
+
+
+def _pack(dense: Tensor) -> Tensor:
+    """bool [..., n] to int32 words [B, H, ..., ceil(n / 32)]."""
+    while dense.dim() < 4:
+        dense = dense[None]
+    length = dense.shape[-1]
+    words = -(-length // WORD)
+    padded: Tensor = torch.nn.functional.pad(dense, (0, words * WORD - length)).unflatten(-1, (words, WORD))
+    weights = torch.ones(WORD, dtype=torch.int64, device=dense.device) << torch.arange(WORD, device=dense.device)
+    return (padded * weights).sum(-1).to(torch.int32)  # wraps into the sign bit on purpose
+
+
+def _unpack(bits: Tensor, length: int) -> Tensor:
+    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)[..., :length]

@@ -1,0 +1,158 @@
+"""SparseConfig: everything that decides which blocks are computed, and in which number format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+RULES = ("threshold", "gap", "cdf", "topk")
+QUANTIZATIONS = ("auto", "none", "int8", "int8-fp8")
+BLOCK_ROWS = (64, 128, 192, 256)
+BLOCK_KEYS = (32, 64, 128)
+SUBBLOCKS = (1, 2, 4, 8)
+
+PerHead = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Settings of sparse attention; frozen, checked once, usable as a dictionary key.
+
+    Every selection setting is one number, or one number per query head (a sequence or 1-D tensor).
+
+    rule          which predicted blocks to keep: one name or a tuple of names (their union)
+    threshold     "threshold": keep a block whose predicted probability exceeds this
+    gap           "gap": keep a block whose score lies within this of its row's best (natural log)
+    cdf           "cdf" (the paper's TopCdf): keep the best blocks up to this share of probability
+    topk          "topk": keep this share of the visible blocks
+    subblocks     (rows, keys) sub-means per block that scores are made from; (1, 1) is the paper
+    similarity    self-similarity (theta) under which a block is never judged by its mean; None: off
+    pv_threshold  second stage: skip P V of 64 rows whose best new score lies this far below their
+                  running maximum (negative, natural log); None: off
+    quantization  "none", "int8" (QK), "int8-fp8" (QK, PV), or "auto": what suits the device
+    block         (query rows, keys) of one block of the mask
+    sinks         how many leading key blocks are always kept
+    protected     token ranges (start, stop) always computed in full, as keys and as queries;
+                  negative positions count from the end, a stop of None is the end
+
+    >>> SparseConfig(rule="topk", topk=0.3).rule
+    ('topk',)
+    """
+
+    rule: str | tuple[str, ...] = ("threshold", "gap")
+    threshold: PerHead = 0.003
+    gap: PerHead = 5.0
+    cdf: PerHead = 0.97
+    topk: PerHead = 0.5
+    subblocks: tuple[int, int] = (4, 4)
+    similarity: PerHead | None = None
+    pv_threshold: PerHead | None = None
+    quantization: str = "auto"
+    block: tuple[int, int] = (128, 64)
+    sinks: int = 1
+    protected: tuple[tuple[int, int | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "rule", _rules(self.rule))
+        for name, low, high in (("threshold", 0, 1), ("gap", 0, math.inf), ("cdf", 0, 1), ("topk", 0, 1)):
+            put(self, name, _numbers(name, getattr(self, name), low, high))
+            self._refuse_unused(name)
+        if self.similarity is not None:
+            put(self, "similarity", _numbers("similarity", self.similarity, -1, 1))
+        if self.pv_threshold is not None:
+            put(
+                self,
+                "pv_threshold",
+                _numbers("pv_threshold", self.pv_threshold, -math.inf, 0, open_high=True),
+            )
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be one of {QUANTIZATIONS}, not {self.quantization!r}.")
+        put(self, "block", _pair("block", self.block, BLOCK_ROWS, BLOCK_KEYS))
+        put(self, "subblocks", _pair("subblocks", self.subblocks, SUBBLOCKS, SUBBLOCKS))
+        if not _is_int(self.sinks) or self.sinks < 0:
+            raise ValueError(f"sinks must be a number of key blocks, 0 or more, not {self.sinks!r}.")
+        put(self, "protected", _ranges(self.protected))
+
+    def _refuse_unused(self, name: str) -> None:
+        default = next(field.default for field in fields(self) if field.name == name)
+        if name not in self.rule and getattr(self, name) != default:
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} would be ignored: rule={self.rule!r} does not name {name!r}; "
+                f"add it to rule, or leave {name} out."
+            )
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether the rules keep every visible block whatever the scores are."""
+        certain = {"threshold": 0.0, "gap": math.inf, "cdf": 1.0, "topk": 1.0}
+        return any(name in self.rule and getattr(self, name) == value for name, value in certain.items())
+
+    def check_heads(self, heads: int) -> None:
+        """Raise unless every per-head setting has one value per query head."""
+        for name in ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != heads:
+                raise ValueError(
+                    f"{name} has {len(value)} values but query has {heads} heads; "
+                    "give one number, or one per query head."
+                )
+
+    def per_head(self, name: str, heads: int, device: torch.device) -> torch.Tensor:
+        """A selection setting as a float32 tensor [heads]."""
+        value = getattr(self, name)
+        values = value if isinstance(value, tuple) else (value,) * heads
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    def protected_ranges(self, length: int) -> list[tuple[int, int]]:
+        """The protected ranges inside a sequence of this length, ends resolved."""
+        return [slice(start, stop).indices(length)[:2] for start, stop in self.protected]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _rules(rule: object) -> tuple[str, ...]:
+    names = (rule,) if isinstance(rule, str) else rule
+    if not isinstance(names, (tuple, list)) or not names or any(name not in RULES for name in names):
+        raise ValueError(f"rule must be one of {RULES} or a tuple of them, not {rule!r}.")
+    return tuple(dict.fromkeys(names))
+
+
+def _numbers(name: str, value: object, low: float, high: float, open_high: bool = False) -> PerHead:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    single = not isinstance(value, Sequence) or isinstance(value, str)
+    values = (value,) if single else tuple(value)  # type: ignore[arg-type]
+    inside = f"from {low:g} to {'below ' if open_high else ''}{high:g}"
+    for number in values:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name} must be a number {inside}, or one per query head, not {value!r}.")
+        if not low <= number <= high or (open_high and number == high):  # NaN fails every comparison
+            raise ValueError(f"{name} must lie {inside}, not {number!r}.")
+    if not values:
+        raise ValueError(f"{name} must be a number or one per query head, not an empty sequence.")
+    numbers = tuple(map(float, values))
+    return numbers[0] if single else numbers
+
+
+def _pair(name: str, value: object, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or value[0] not in first or value[1] not in second:
+        raise ValueError(f"{name} must be (rows, keys) with rows in {first} and keys in {second}, not {value!r}.")
+    return int(value[0]), int(value[1])
+
+
+def _ranges(value: object) -> tuple[tuple[int, int | None], ...]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"protected must be a tuple of (start, stop) token ranges, not {value!r}.")
+    ranges = []
+    for item in value:
+        good = isinstance(item, (tuple, list)) and len(item) == 2 and _is_int(item[0])
+        if not good or not (item[1] is None or _is_int(item[1])):
+            raise TypeError(f"protected must be a tuple of (start, stop) token ranges, not {value!r}.")
+        ranges.append((item[0], item[1]))
+    return tuple(ranges)

@@ -1,0 +1,196 @@
+"""Checks everything a caller may get wrong, and turns it into one `Inputs`; `restore` undoes the layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparge.visibility import UNBOUNDED, Visibility
+
+LAYOUTS = ("BHSD", "BSHD")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One attention problem. Tensors are views of the caller's, with heads before sequence."""
+
+    query: Tensor  # [B, Hq, Nq, D]
+    key: Tensor  # [B, Hkv, Nk, D]
+    value: Tensor  # [B, Hkv, Nk, Dv]
+    scale: float
+    visibility: Visibility
+    layout: str
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def empty_output(self) -> Tensor:
+        """[B, Hq, Nq, Dv], stored so that the caller's layout is contiguous."""
+        batch, heads, length, _ = self.query.shape
+        dim = self.value.shape[-1]
+        if self.layout == "BSHD":
+            return self.query.new_empty(batch, length, heads, dim).transpose(1, 2)
+        return self.query.new_empty(batch, heads, length, dim)
+
+
+def prepare_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: Window | None = None,
+    layout: str = "BHSD",
+) -> Inputs:
+    """Raise one clear sentence for anything unsupported; ignore nothing."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, not {layout!r}.")
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p={dropout_p!r} is not supported: sparge is for inference; pass dropout_p=0.0.")
+    _check_tensors(query, key, value, rank=4, shape_name="B, H, S, D" if layout == "BHSD" else "B, S, H, D")
+    if layout == "BSHD":
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    _check_shapes(query, key, value, enable_gqa)
+    q_len, k_len = query.shape[2], key.shape[2]
+    key_valid = _key_padding(attn_mask, query.shape[0], query.shape[1], q_len, k_len, query.device)
+    return Inputs(
+        query=query.detach(),
+        key=key.detach(),
+        value=value.detach(),
+        scale=check_scale(scale, query.shape[-1]),
+        visibility=visibility(q_len, k_len, is_causal, window, query.device, key_valid),
+        layout=layout,
+    )
+
+
+def restore(values: Tensor, layout: str) -> Tensor:
+    """Heads-first values back to the caller's layout."""
+    return values.transpose(1, 2) if layout == "BSHD" else values
+
+
+def visibility(
+    q_len: int,
+    k_len: int,
+    is_causal: bool,
+    window: Window | None,
+    device: torch.device,
+    key_valid: Tensor | None = None,
+) -> Visibility:
+    """Causal order and window together: a key is seen when both allow it."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, not {is_causal!r}.")
+    left, right = _window(window)
+    if is_causal:
+        right = min(right, 0)
+    return Visibility(q_len, k_len, device, left, right, is_causal, key_valid)
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None (1 / sqrt(head_dim)), not {scale!r}.")
+    return float(scale)
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """The checks of a packed batch [tokens, heads, head_dim], before it is cut into sequences."""
+    _check_tensors(query, key, value, rank=3, shape_name="tokens, H, D")
+    heads_first = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    _check_shapes(heads_first[0], heads_first[1], heads_first[2], enable_gqa=True)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, shape_name: str) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
+        if x.dim() != rank:
+            raise ValueError(f"{name} must have {rank} dimensions [{shape_name}], not shape {tuple(x.shape)}.")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; sparge takes float16, bfloat16 or float32: convert it first.")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} is {x.dtype} but query is {query.dtype}; give all three the same dtype.")
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device} but query is on {query.device}; move them to one device.")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires grad, and sparge has no backward pass: call it under torch.no_grad(), "
+                "or use torch.nn.functional.scaled_dot_product_attention for training."
+            )
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Heads-first shapes must agree with each other."""
+    (batch, heads, q_len, dim), (k_batch, kv_heads, k_len, k_dim) = query.shape, key.shape
+    v_batch, v_heads, v_len, v_dim = value.shape
+    if not batch == k_batch == v_batch:
+        raise ValueError(f"query, key and value have batch sizes {batch}, {k_batch} and {v_batch}; they must be equal.")
+    if kv_heads != v_heads or k_len != v_len:
+        raise ValueError(
+            f"key has {kv_heads} heads of {k_len} tokens but value has {v_heads} heads of {v_len}; they must be equal."
+        )
+    if min(batch, heads, kv_heads, q_len, k_len) < 1:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} (heads first) must have at least one "
+            "batch entry, head and token."
+        )
+    if dim != k_dim:
+        raise ValueError(f"query has head_dim {dim} but key has {k_dim}; they must be equal (value's may differ).")
+    for name, size in (("query", dim), ("value", v_dim)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {size}; sparge takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}.")
+    if heads % kv_heads:
+        raise ValueError(f"query's {heads} heads are not a multiple of key's {kv_heads}.")
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(f"query has {heads} heads and key has {kv_heads}: pass enable_gqa=True for grouped queries.")
+
+
+def _key_padding(
+    attn_mask: Tensor | None, batch: int, heads: int, q_len: int, k_len: int, device: torch.device
+) -> Tensor | None:
+    """A boolean mask that hides whole keys, as [B, Nk]."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor, not {type(attn_mask).__name__}.")
+    if attn_mask.dtype != torch.bool:
+        raise TypeError(
+            f"attn_mask has dtype {attn_mask.dtype}; sparge takes boolean key-padding masks (True = attend): "
+            "use is_causal or window for structure, or torch's own attention for additive biases."
+        )
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask is on {attn_mask.device} but query is on {device}; move it there.")
+    shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1:3] != (1, 1) or shape[3] != k_len:
+        raise ValueError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}; sparge takes key-padding masks [B, 1, 1, {k_len}] "
+            "(from [B, S]: mask[:, None, None, :]): use is_causal, window or block_sparse_attention for masks that "
+            "differ between queries or heads."
+        )
+    return attn_mask.reshape(shape[0], k_len).expand(batch, k_len)
+
+
+def _window(window: Window | None) -> tuple[int, int]:
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    sides = tuple(window) if isinstance(window, (tuple, list)) else ()
+    if len(sides) != 2 or any(
+        side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1) for side in sides
+    ):
+        raise ValueError(
+            f"window must be (left, right), each a number of keys, or None (or -1) for no limit, not {window!r}."
+        )
+    left, right = (UNBOUNDED if side in (None, -1) else min(side, UNBOUNDED) for side in sides)
+    return left, right

@@ -1,0 +1,83 @@
+"""Number formats: Hadamard-rotated int8 for Q and K, e4m3 for P and V.
+
+The rotation leaves Q K^T unchanged and spreads outlier channels over all of them. A NaN or infinity anywhere in a
+scale's group makes the scale NaN: quantised results are NaN where the input was broken, never finite and wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEYS_PER_SCALE = 64  # on every backend, whatever the block size
+FP8_MAX = 448.0  # largest e4m3 value
+P_SCALE = 256.0  # probabilities are at most 1: 2^8 uses e4m3's range without overflow
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Q, K and V as the attention kernel reads them."""
+
+    query: Tensor  # int8 [B, Hq, Nq, D rounded up to a power of two]
+    query_scale: Tensor  # float32 [B, Hq, Nq]
+    key: Tensor  # int8, as query: smoothed keys
+    key_scale: Tensor  # float32 [B, Hkv, ceil(Nk / 64)]
+    key_mean: Tensor  # float32 [B, Hkv, D], what smoothing took away
+    value: Tensor  # fp16 / bf16 ("int8") or e4m3 ("int8-fp8") [B, Hkv, Nk, Dv]
+    value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3
+
+
+def hadamard_rotate(x: Tensor) -> Tensor:
+    """x times the orthonormal Walsh-Hadamard matrix, channels zero-padded to a power of two.
+
+    >>> x = torch.randn(3, 20)
+    >>> torch.allclose(hadamard_rotate(x) @ hadamard_rotate(x).T, x @ x.T, atol=1e-4)
+    True
+    """
+    size = 1 << (x.shape[-1] - 1).bit_length()
+    matrix = torch.ones(1, 1, device=x.device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    return torch.nn.functional.pad(x.float(), (0, size - x.shape[-1])) @ (matrix / math.sqrt(size))
+
+
+def to_int8(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x to [-127, 127] by the largest magnitude of its group; returns the integers and the scale."""
+    scale = torch.where(torch.isfinite(amax), amax, math.nan) / 127.0
+    ratio = torch.where(scale > 0, x / scale, 0.0)
+    return torch.nan_to_num(ratio).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def quantize_queries(query: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale per query row."""
+    rotated = hadamard_rotate(query)
+    integers, scale = to_int8(rotated, rotated.abs().amax(-1, keepdim=True))
+    return integers, scale.squeeze(-1)
+
+
+def quantize_keys(smoothed: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale per 64 keys."""
+    rotated = hadamard_rotate(smoothed)
+    length = rotated.shape[2]
+    groups = -(-length // KEYS_PER_SCALE)
+    padded = torch.nn.functional.pad(rotated, (0, 0, 0, groups * KEYS_PER_SCALE - length))
+    amax = padded.unflatten(2, (groups, KEYS_PER_SCALE)).abs().amax((-2, -1))
+    per_key = amax.repeat_interleave(KEYS_PER_SCALE, 2)[:, :, :length, None]
+    integers, _ = to_int8(rotated, per_key)
+    return integers, torch.where(torch.isfinite(amax), amax, math.nan) / 127.0
+
+
+def quantize_values(value: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 with one scale per channel."""
+    amax = value.float().abs().amax(2, keepdim=True)
+    scale = torch.where(torch.isfinite(amax), amax, math.nan) / FP8_MAX
+    ratio = torch.nan_to_num(torch.where(scale > 0, value.float() / scale, 0.0))
+    return ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale.squeeze(2)
+
+
+def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
+    """The format of P and V beside int8 scores; float32 callers get bfloat16, which cannot overflow."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype

@@ -1,0 +1,326 @@
+"""The oracle: the whole algorithm in plain torch, float32 inside, written to be read.
+
+Every backend method has its twin here (`summarize`, `select`, `attend`), and every backend is tested against it.
+`attend` walks the attention matrix block by block, as a kernel does, so that the second stage and the quantised
+numerics mean the same everywhere; it computes every block and discards what is not kept, so it saves no time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparge import quantization as fmt
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs
+from sparge.quantization import Quantized
+from sparge.selection import apply_rules
+from sparge.stages import Blocks, Output
+
+GROUP = 64  # query rows that share one second-stage decision, on every backend
+SCORES_AT_ONCE = 1 << 21  # bounds the memory of selection
+
+
+# ---- dense attention, the yardstick
+
+
+def dense(inputs: Inputs, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Exact attention over the visible pairs, and its LSE. Rows that see no key give 0 and -inf."""
+    q, k, v = (
+        x.to(dtype) for x in (inputs.query, _per_query_head(inputs.key, inputs), _per_query_head(inputs.value, inputs))
+    )
+    seen = inputs.visibility.pairs(range(q.shape[2]), range(k.shape[2]))
+    scores = torch.where(seen, q @ k.transpose(-1, -2) * inputs.scale, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.where(seen, torch.exp(scores - lse[..., None]), 0.0)
+    sees_something = seen.any(-1)
+    values = torch.where(sees_something[..., None], multiply_visible(weights, seen, v), 0.0)
+    return values, torch.where(sees_something, lse, -torch.inf)
+
+
+def multiply_visible(weights: Tensor, seen: Tensor, value: Tensor) -> Tensor:
+    """weights @ value, where a NaN or infinite value touches only the rows that see its key."""
+    broken = ~torch.isfinite(value).all(-1)
+    if not broken.any():
+        return weights @ value
+    whole = weights @ torch.where(broken[..., None], 0.0, value)
+    for key in broken.flatten(0, -2).any(0).nonzero()[:, 0].tolist():
+        touched = seen[..., :, key, None] & broken[..., None, key, None]
+        whole = whole + torch.where(touched, weights[..., :, key, None] * value[..., None, key, :], 0.0)
+    return whole
+
+
+def _per_query_head(x: Tensor, inputs: Inputs) -> Tensor:
+    """Key/value heads repeated for the query heads that share them."""
+    return x.repeat_interleave(inputs.group_size, 1)
+
+
+# ---- stage 1a: block means, self-similarity, quantised copies
+
+
+def summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
+    (rows, keys), (a, b) = config.block, config.subblocks
+    valid = inputs.visibility.key_valid
+    q_sums, q_counts = _segment_sums(inputs.query, rows // a)
+    k_sums, k_counts = _segment_sums(inputs.key, keys // b, valid)
+    v_sums, _ = _segment_sums(inputs.value, keys, valid)
+
+    k_sums, k_counts = _whole_blocks(k_sums, b), _whole_blocks(k_counts, b)  # [B, Hkv, key blocks, b, D]
+    key_mean = _sum_in_order(k_sums.sum(-2)) / k_counts.sum((-3, -2)).clamp(min=1)
+    q_means = _whole_blocks(q_sums, a) / _whole_blocks(q_counts, a).clamp(min=1)
+    k_means = torch.where(k_counts > 0, k_sums / k_counts.clamp(min=1) - key_mean[:, :, None, None], 0.0)
+
+    judged = config.similarity is not None
+    return Blocks(
+        inputs=inputs,
+        q_means=q_means.bfloat16(),
+        k_means=k_means.bfloat16().transpose(2, 3).contiguous(),
+        k_filled=(k_counts[:, 0, :, :, 0] > 0).transpose(1, 2),
+        v_finite=torch.isfinite(v_sums.sum(-1)),
+        q_similarity=self_similarity(inputs.query, rows) if judged else None,
+        k_similarity=self_similarity(inputs.key, keys, key_mean, valid) if judged else None,
+        quantized=None if config.quantization == "none" else _quantize(inputs, key_mean, config.quantization),
+    )
+
+
+def _segment_sums(x: Tensor, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """float32 sums over segments of `size` tokens [B, H, segments, D], and how many tokens each holds."""
+    if valid is not None:
+        # Hidden keys may hold anything, NaN included. Head by head, so that no second copy of K is held.
+        heads = [_segment_sums(torch.where(valid[:, None, :, None], head[:, None], 0), size)[0] for head in x.unbind(1)]
+        return torch.cat(heads, 1), _segment_sums(valid[:, None, :, None].float(), size)[0]
+    length = x.shape[2]
+    whole = length // size
+    counts = torch.full((1, 1, -(-length // size), 1), float(size), device=x.device)
+    sums = x[:, :, : whole * size].unflatten(2, (whole, size)).sum(3, dtype=torch.float32)
+    if whole * size < length:
+        counts[:, :, whole:] = length - whole * size
+        sums = torch.cat((sums, x[:, :, whole * size :].sum(2, keepdim=True, dtype=torch.float32)), 2)
+    return sums, counts
+
+
+def _whole_blocks(segments: Tensor, per_block: int) -> Tensor:
+    """[B, H, segments, D] to [B, H, blocks, per_block, D], zeros where the last block has fewer segments."""
+    missing = -segments.shape[2] % per_block
+    whole: Tensor = torch.nn.functional.pad(segments, (0, 0, 0, missing)).unflatten(2, (-1, per_block))
+    return whole
+
+
+def _sum_in_order(block_sums: Tensor) -> Tensor:
+    """Sum over blocks, first to last: one order on every backend, so that masks agree."""
+    total = torch.zeros_like(block_sums[:, :, 0])
+    for block in block_sums.unbind(2):
+        total = total + block
+    return total
+
+
+def self_similarity(x: Tensor, size: int, mean: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+    """Mean cosine similarity of all pairs of rows in each block, float32 [B, H, blocks].
+
+    It is the squared norm of the mean normalised row, so no Gram matrix is needed. Zero rows stay zero.
+    """
+    similarities = []
+    for head in range(x.shape[1]):
+        rows = x[:, head : head + 1].float()
+        if mean is not None:
+            rows = rows - mean[:, head : head + 1, None]
+        norm = rows.norm(dim=-1, keepdim=True)
+        sums, counts = _segment_sums(torch.where(norm > 0, rows / norm, rows), size, valid)
+        similarities.append((sums / counts.clamp(min=1)).square().sum(-1))
+    return torch.cat(similarities, 1)
+
+
+def _quantize(inputs: Inputs, key_mean: Tensor, mode: str) -> Quantized:
+    smoothed, value = inputs.key.float() - key_mean[:, :, None], inputs.value
+    if inputs.visibility.key_valid is not None:
+        valid = inputs.visibility.key_valid[:, None, :, None]
+        smoothed, value = torch.where(valid, smoothed, 0.0), torch.where(valid, value, 0.0)
+    query, query_scale = fmt.quantize_queries(inputs.query)
+    key, key_scale = fmt.quantize_keys(smoothed)
+    value_scale = None
+    if mode == "int8-fp8":
+        value, value_scale = fmt.quantize_values(value)
+    else:
+        value = value.to(fmt.sixteen_bit(value.dtype))
+    return Quantized(query, query_scale, key, key_scale, key_mean, value, value_scale)
+
+
+# ---- stage 1b: predicted scores, rules, always-kept blocks
+
+
+def select(blocks: Blocks, config: SparseConfig) -> BlockMask:
+    inputs, (rows, keys) = blocks.inputs, config.block
+    visible = inputs.visibility.blocks(rows, keys)
+    if config.keeps_everything:
+        keep = visible.expand(inputs.query.shape[0], inputs.query.shape[1], -1, -1)
+    else:
+        keep = _predicted(blocks, config) | _always_kept(blocks, config)
+    return BlockMask.from_dense(keep & visible, inputs.visibility.q_len, inputs.visibility.k_len, config.block, visible)
+
+
+def _predicted(blocks: Blocks, config: SparseConfig) -> Tensor:
+    batch, heads, q_blocks, a, _ = blocks.q_means.shape
+    per_block = batch * heads * a * blocks.k_means.shape[2] * blocks.k_means.shape[3]
+    step = max(1, SCORES_AT_ONCE // per_block)
+    parts = [_claims(blocks, config, first, first + step) for first in range(0, q_blocks, step)]
+    return torch.cat(parts, 2)
+
+
+def _claims(blocks: Blocks, config: SparseConfig, first: int, last: int) -> Tensor:
+    """The rules' verdict on query blocks first ... last, bool [B, Hq, query blocks, key blocks]."""
+    (rows, keys), (a, _) = config.block, config.subblocks
+    seen = blocks.inputs.visibility.blocks(rows // a, keys, first * a, last * a)  # per sub-row
+    missing = -seen.shape[2] % a
+    seen = torch.nn.functional.pad(seen, (0, 0, 0, missing)).unflatten(2, (-1, a))
+    judged = seen
+    if blocks.k_similarity is not None:
+        theta = config.per_head("similarity", blocks.q_means.shape[1], seen.device)[:, None]
+        similar = _per_query_head(blocks.k_similarity, blocks.inputs) >= theta
+        judged = seen & similar[:, :, None, None]
+    return apply_rules(block_scores(blocks, first, last), judged, seen.sum(-1, keepdim=True), config)
+
+
+def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
+    """Predicted logits of each sub-row for each key block, float32 [B, Hq, query blocks, a, key blocks].
+
+    One block's score is the log of the mean exponential over its sub-blocks that hold a key.
+    """
+    query = blocks.q_means[:, :, first:last].float()
+    batch, heads, q_blocks, a, dim = query.shape
+    key = blocks.k_means.float()
+    kv_heads, _, k_blocks = key.shape[1:4]
+    query = query.reshape(batch, kv_heads, 1, -1, dim)
+    scores = query @ key.transpose(-1, -2) * blocks.inputs.scale  # [B, Hkv, b, rows, key blocks]
+    filled = blocks.k_filled[:, None, :, None]
+    scores = torch.where(filled, scores, -torch.inf)
+    pooled = torch.logsumexp(scores, 2) - filled.sum(2).clamp(min=1).log()
+    return pooled.reshape(batch, heads, q_blocks, a, k_blocks)
+
+
+def _always_kept(blocks: Blocks, config: SparseConfig) -> Tensor:
+    """Diagonal, sinks, protected tokens, blocks that may not be judged, values that are not finite."""
+    inputs, (rows, keys) = blocks.inputs, config.block
+    sight = inputs.visibility
+    batch, heads, q_blocks = blocks.q_means.shape[:3]
+    k_blocks = blocks.k_means.shape[3]
+    keep = ~_per_query_head(blocks.v_finite, inputs)[:, :, None].expand(batch, heads, q_blocks, k_blocks)
+    keep[..., : config.sinks] = True
+    if sight.causal:
+        keep |= sight.diagonal(rows, keys)
+    for start, stop in config.protected_ranges(sight.k_len):
+        if start < stop:
+            keep[..., start // keys : -(-stop // keys)] = True
+        top, bottom = max(0, start - sight.offset), min(sight.q_len, stop - sight.offset)
+        if top < bottom:
+            keep[:, :, top // rows : -(-bottom // rows)] = True
+    if blocks.q_similarity is not None and blocks.k_similarity is not None:
+        theta = config.per_head("similarity", heads, keep.device)[:, None]
+        keep |= ~(blocks.q_similarity >= theta)[..., None]
+        keep |= ~(_per_query_head(blocks.k_similarity, inputs) >= theta)[:, :, None]
+    return keep
+
+
+# ---- stage 2: attention over the kept blocks
+
+
+def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+    inputs = blocks.inputs
+    batch, heads, q_len, _ = inputs.query.shape
+    kept = mask.to_dense().expand(batch, heads, -1, -1)
+    values = torch.empty(batch, heads, q_len, inputs.value.shape[-1], dtype=torch.float32, device=kept.device)
+    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=kept.device)
+    skipped = torch.zeros(batch, heads, dtype=torch.int64, device=kept.device)
+    for i in range(mask.q_blocks):
+        rows = range(i * mask.block[0], min((i + 1) * mask.block[0], q_len))
+        state = RowState(blocks, rows, config)
+        for j in reversed(range(mask.k_blocks)):  # descending: the diagonal first, where scores are high
+            keys = range(j * mask.block[1], min((j + 1) * mask.block[1], inputs.key.shape[2]))
+            state.fold(keys, kept[:, :, i, j])
+        values[:, :, rows.start : rows.stop], lse[:, :, rows.start : rows.stop] = state.finish()
+        skipped += state.skipped
+    output = inputs.empty_output()
+    return Output(output.copy_(values), lse, skipped)
+
+
+class RowState:
+    """The online softmax of one block of query rows: running maximum, sum and weighted values."""
+
+    def __init__(self, blocks: Blocks, rows: range, config: SparseConfig) -> None:
+        self.blocks, self.inputs, self.rows = blocks, blocks.inputs, rows
+        batch, heads = self.inputs.query.shape[:2]
+        device = self.inputs.query.device
+        self.maximum = torch.full((batch, heads, len(rows)), -torch.inf, device=device)
+        self.sum = torch.zeros(batch, heads, len(rows), device=device)
+        self.values = torch.zeros(batch, heads, len(rows), self.inputs.value.shape[-1], device=device)
+        self.saw = torch.zeros(batch, heads, len(rows), dtype=torch.bool, device=device)
+        self.skipped = torch.zeros(batch, heads, dtype=torch.int64, device=device)
+        self.pv_threshold = None if config.pv_threshold is None else config.per_head("pv_threshold", heads, device)
+
+    def fold(self, keys: range, kept: Tensor) -> None:
+        """Add one key block for the (batch, head) pairs that keep it."""
+        if not kept.any():
+            return
+        seen = self.inputs.visibility.pairs(self.rows, keys) & kept[..., None, None]
+        scores = torch.where(seen, self._scores(keys), -torch.inf)
+        local = scores.amax(-1)
+        maximum = torch.maximum(self.maximum, local)
+        if self.pv_threshold is not None:
+            wanted = self._second_stage(seen.any(-1), local, maximum)
+            seen = seen & wanted[..., None]
+        shift = torch.where(maximum == -torch.inf, 0.0, maximum)
+        weights = torch.where(seen, torch.exp(scores - shift[..., None]), 0.0)
+        alpha = torch.exp(self.maximum - shift)
+        self.sum = self.sum * alpha + weights.sum(-1)
+        self.values = self.values * alpha[..., None] + self._weighted_values(weights, seen, keys)
+        self.maximum = maximum
+        self.saw |= seen.any(-1)
+
+    def _scores(self, keys: range) -> Tensor:
+        rows, inputs, quantized = self.rows, self.inputs, self.blocks.quantized
+        if quantized is None:
+            key = _per_query_head(inputs.key[:, :, keys.start : keys.stop], inputs).float()
+            return inputs.query[:, :, rows.start : rows.stop].float() @ key.transpose(-1, -2) * inputs.scale
+        query = quantized.query[:, :, rows.start : rows.stop].float()
+        key = _per_query_head(quantized.key[:, :, keys.start : keys.stop], inputs).float()
+        groups = torch.arange(keys.start, keys.stop, device=key.device) // fmt.KEYS_PER_SCALE
+        key_scale = _per_query_head(quantized.key_scale[:, :, groups], inputs)
+        row_scale = quantized.query_scale[:, :, rows.start : rows.stop] * inputs.scale
+        return query @ key.transpose(-1, -2) * row_scale[..., None] * key_scale[:, :, None]
+
+    def _second_stage(self, seen: Tensor, local: Tensor, maximum: Tensor) -> Tensor:
+        """bool [B, H, rows]: rows whose 64-row group still wants this block. NaN wants it."""
+        assert self.pv_threshold is not None
+        drop = torch.where(seen, local - maximum, -torch.inf)
+        below = (drop < self.pv_threshold[:, None]) | ~seen
+        wanted, counted = [], []
+        for start in range(0, len(self.rows), GROUP):
+            part = slice(start, start + GROUP)
+            skip = below[..., part].all(-1)
+            wanted.append(~skip[..., None].expand_as(below[..., part]))
+            counted.append(skip & seen[..., part].any(-1))
+        self.skipped += torch.stack(counted).sum(0)
+        return torch.cat(wanted, -1)
+
+    def _weighted_values(self, weights: Tensor, seen: Tensor, keys: range) -> Tensor:
+        quantized = self.blocks.quantized
+        source = self.inputs.value if quantized is None else quantized.value
+        value = _per_query_head(source[:, :, keys.start : keys.stop].float(), self.inputs)
+        if quantized is None:
+            return multiply_visible(weights, seen, value)
+        if quantized.value_scale is None:
+            return multiply_visible(weights.to(quantized.value.dtype).float(), seen, value)
+        rounded = (weights * fmt.P_SCALE).to(torch.float8_e4m3fn).float()
+        scale = _per_query_head(quantized.value_scale, self.inputs)[:, :, None] / fmt.P_SCALE
+        return rounded @ value * scale
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Normalised values and LSE. A row that saw nothing gives 0 and -inf; one that saw only -inf scores, NaN."""
+        values = torch.where(self.saw[..., None], self.values / self.sum[..., None], 0.0)
+        lse = torch.where(self.saw, self.maximum + self.sum.log(), -torch.inf)
+        if self.blocks.quantized is not None:
+            query = self.inputs.query[:, :, self.rows.start : self.rows.stop].float()
+            mean = _per_query_head(self.blocks.quantized.key_mean, self.inputs)[..., None]
+            shift = (query @ mean)[..., 0] * self.inputs.scale
+            lse = torch.where(self.saw, lse + shift, lse)
+        return values, lse

@@ -1,0 +1,60 @@
+"""The named values that travel between the stages: Blocks (summarize), Output (attend), Stats (to the caller)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparge.inputs import Inputs
+from sparge.quantization import Quantized
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What one read of Q, K and V leaves behind. a x b sub-blocks per block, D channels."""
+
+    inputs: Inputs
+    q_means: Tensor  # bfloat16 [B, Hq, query blocks, a, D]
+    k_means: Tensor  # bfloat16 [B, Hkv, b, key blocks, D], of the smoothed keys
+    k_filled: Tensor  # bool [B or 1, b, key blocks]: sub-blocks that hold a valid key
+    v_finite: Tensor  # bool [B, Hkv, key blocks]
+    q_similarity: Tensor | None  # float32 [B, Hq, query blocks]
+    k_similarity: Tensor | None  # float32 [B, Hkv, key blocks]
+    quantized: Quantized | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the attention stage computed, before the caller's layout is restored."""
+
+    values: Tensor  # [B, Hq, Nq, Dv], the input dtype
+    lse: Tensor  # float32 [B, Hq, Nq], natural log
+    skipped_pv: Tensor  # int64 [B, Hq]: (64-row group, key block) pairs left out by the second stage
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one call did. Tensors stay on the device; reading them is the caller's synchronisation.
+
+    sparsity    share of visible blocks skipped, over all heads (0-d float32)
+    executed    blocks computed, per batch entry and query head (int64 [B, Hq])
+    visible     blocks that hold at least one visible pair (int64 [B, Hq])
+    skipped_pv  64-row groups of executed blocks whose P V the second stage left out (int64 [B, Hq])
+    backend     the backend that ran; reason says why it was chosen; quantization is what it used
+    """
+
+    executed: Tensor
+    visible: Tensor
+    skipped_pv: Tensor
+    backend: str
+    reason: str
+    quantization: str
+
+    @property
+    def sparsity(self) -> Tensor:
+        return 1 - self.executed.sum().float() / self.visible.sum().clamp(min=1)
+
+    @property
+    def sparsity_per_head(self) -> Tensor:
+        return 1 - self.executed.float() / self.visible.clamp(min=1)

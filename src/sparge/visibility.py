@@ -1,0 +1,64 @@
+"""Which keys a query row may see: sequence ends, causal order, sliding window, key padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNBOUNDED = 1 << 40  # further than any sequence reaches, and far from overflow
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Row r stands at key position r + k_len - q_len (bottom-right) and sees `left` keys before it, `right` after."""
+
+    q_len: int
+    k_len: int
+    device: torch.device
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    causal: bool = False
+    key_valid: Tensor | None = None  # bool [B, Nk]; None: every key is valid
+
+    @property
+    def offset(self) -> int:
+        return self.k_len - self.q_len
+
+    def pairs(self, rows: range, keys: range) -> Tensor:
+        """bool [B or 1, 1, rows, keys]: which row sees which key."""
+        position = torch.arange(rows.start, rows.stop, device=self.device)[:, None] + self.offset
+        key = torch.arange(keys.start, keys.stop, device=self.device)
+        seen = ((key >= position - self.left) & (key <= position + self.right))[None, None]
+        if self.key_valid is not None:
+            seen = seen & self.key_valid[:, None, None, keys.start : keys.stop]
+        return seen
+
+    def blocks(self, rows: int, keys: int, first: int = 0, last: int | None = None) -> Tensor:
+        """bool [B or 1, 1, row blocks, key blocks]: where a block of `rows` x `keys` has a visible pair.
+
+        `first` and `last` choose a range of row blocks.
+        """
+        low, high = self._keys_of_row_blocks(rows, first, last)
+        start = torch.arange(0, self.k_len, keys, device=self.device)
+        begin = torch.maximum(low[:, None], start)
+        end = torch.minimum(high[:, None], start + keys)
+        if self.key_valid is None:
+            return (begin < end)[None, None]
+        before = torch.nn.functional.pad(self.key_valid.cumsum(-1), (1, 0))
+        count = before[:, end.clamp(0, self.k_len)] - before[:, begin.clamp(0, self.k_len)]
+        return ((count > 0) & (begin < end))[:, None]
+
+    def _keys_of_row_blocks(self, rows: int, first: int, last: int | None) -> tuple[Tensor, Tensor]:
+        """The interval of keys that the rows of each block see together."""
+        count = -(-self.q_len // rows)
+        blocks = torch.arange(first, count if last is None else min(last, count), device=self.device)
+        top = blocks * rows + self.offset
+        bottom = ((blocks + 1) * rows).clamp(max=self.q_len) - 1 + self.offset
+        return (top - self.left).clamp(min=0), (bottom + self.right + 1).clamp(max=self.k_len)
+
+    def diagonal(self, rows: int, keys: int) -> Tensor:
+        """bool [row blocks, key blocks]: blocks that hold some row's own position."""
+        here = Visibility(self.q_len, self.k_len, self.device, left=0, right=0)
+        return here.blocks(rows, keys)[0, 0]
