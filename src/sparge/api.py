@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge.backends import choose
+from sparge.backends import Choice, choose
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Window, check_packed, prepare_inputs, restore
+from sparge.inputs import Inputs, Window, check_packed, check_scale, prepare_inputs, restore
 from sparge.stages import Output, Stats
 
-Result = Tensor | tuple[Tensor | Stats, ...]
+Result = Any  # the output, or a tuple: the output, then the LSE and the Stats if asked for
 
 
 def attention(
@@ -50,9 +51,10 @@ def attention(
     >>> out.shape, stats.visible.shape
     (torch.Size([1, 8, 1024, 64]), torch.Size([1, 8]))
     """
-    inputs = prepare_inputs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout)
-    output, stats = _run(inputs, _config(config))
-    return _result(restore(output.values, layout), output.lse, stats, return_lse, return_stats)
+    inputs = prepare_inputs(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
+    )
+    return _result(_run(inputs, _config(config)), return_lse, return_stats)
 
 
 def block_sparse_attention(
@@ -78,10 +80,11 @@ def block_sparse_attention(
     """
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a sparge.BlockMask, not {type(mask).__name__}; see BlockMask.from_dense.")
-    inputs = prepare_inputs(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, window, layout)
+    inputs = prepare_inputs(
+        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
+    )
     config = SparseConfig(rule="topk", topk=1.0, block=mask.block, quantization=quantization, pv_threshold=pv_threshold)
-    output, stats = _run(inputs, config, mask)
-    return _result(restore(output.values, layout), output.lse, stats, return_lse, return_stats)
+    return _result(_run(inputs, config, mask), return_lse, return_stats)
 
 
 def predict_mask(
@@ -96,7 +99,7 @@ def predict_mask(
     window: Window | None = None,
     layout: str = "BHSD",
 ) -> BlockMask:
-    """The mask that `attention` would use, alone.
+    """The mask that `attention` would use, alone (but for blocks kept because their values are not finite).
 
     >>> q, k = torch.randn(2, 1, 4, 512, 64).unbind(0)
     >>> predict_mask(q, k, config=SparseConfig(rule="topk", topk=0.25, subblocks=(1, 1), sinks=0))
@@ -130,6 +133,8 @@ def varlen_attention(
     """
     config = _config(config)
     check_packed(query, key, value)
+    config.check_heads(query.shape[1])
+    check_scale(scale, query.shape[-1])
     q_ends = _sequence_ends("cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_seqlen_q)
     k_ends = _sequence_ends("cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_seqlen_k)
     if len(q_ends) != len(k_ends):
@@ -146,23 +151,50 @@ def varlen_attention(
             continue
         inputs = prepare_inputs(
             query[None, rows], key[None, keys], value[None, keys],
-            is_causal=is_causal, scale=scale, enable_gqa=True, window=window, layout="BSHD",
+            is_causal=is_causal, scale=scale, enable_gqa=True, window=window, layout="BSHD", needs_lse=return_lse,
         )  # fmt: skip
-        output, stats = _run(inputs, config)
-        values[rows], lse[:, rows] = output.values[0].transpose(0, 1), output.lse[0]
-        per_sequence.append(stats)
-    return _result(values, lse, _stack_stats(per_sequence, query), return_lse, return_stats)
+        run = _run(inputs, config)
+        values[rows] = run.output.values[0].transpose(0, 1)
+        if run.output.lse is not None:
+            lse[:, rows] = run.output.lse[0]
+        per_sequence.append(run.stats())
+    results = (values, lse, _stack_stats(per_sequence, query) if return_stats else None)
+    return _chosen(results, return_lse, return_stats)
 
 
-def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> tuple[Output, Stats]:
+@dataclass(frozen=True)
+class Run:
+    """One trip through the pipeline."""
+
+    inputs: Inputs
+    choice: Choice
+    mask: BlockMask
+    output: Output
+
+    def stats(self) -> Stats:
+        heads = self.inputs.query.shape[:2]
+        executed, visible = (x.expand(heads) for x in (self.mask.kept_per_head, self.mask.visible_per_head))
+        name, quantization = self.choice.backend.name, self.choice.config.quantization
+        return Stats(executed, visible, self.output.skipped_pv, name, self.choice.reason, quantization)
+
+
+def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Run:
     choice = choose(inputs, config)
     backend, config = choice.backend, choice.config
     blocks = backend.summarize(inputs, config)
     mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
-    output = backend.attend(blocks, mask, config)
-    heads = inputs.query.shape[:2]
-    executed, visible = (x.expand(heads) for x in (mask.kept_per_head, mask.visible_per_head))
-    return output, Stats(executed, visible, output.skipped_pv, backend.name, choice.reason, config.quantization)
+    return Run(inputs, choice, mask, backend.attend(blocks, mask, config))
+
+
+def _result(run: Run, return_lse: bool, return_stats: bool) -> Result:
+    values = restore(run.output.values, run.inputs.layout)
+    return _chosen((values, run.output.lse, run.stats() if return_stats else None), return_lse, return_stats)
+
+
+def _chosen(results: tuple[Any, Any, Any], return_lse: bool, return_stats: bool) -> Result:
+    """(values, lse, stats) cut to what was asked for."""
+    wanted = [x for x, asked in zip(results, (True, return_lse, return_stats), strict=True) if asked]
+    return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
 
 def _visible_part(mask: BlockMask, inputs: Inputs) -> BlockMask:
@@ -190,11 +222,6 @@ def _config(config: SparseConfig | None) -> SparseConfig:
     return config
 
 
-def _result(values: Tensor, lse: Tensor, stats: Stats, return_lse: bool, return_stats: bool) -> Result:
-    extras: tuple[Tensor | Stats, ...] = ((lse,) if return_lse else ()) + ((stats,) if return_stats else ())
-    return (values, *extras) if extras else values
-
-
 def _sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, longest: int) -> list[int]:
     if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or len(ends) < 2:
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of at least two sequence ends, not {ends!r}.")
@@ -202,6 +229,8 @@ def _sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, long
     lengths = [end - start for start, end in pairwise(values)]
     if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
         raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, not {values}.")
+    if isinstance(longest, bool) or not isinstance(longest, int):
+        raise TypeError(f"{longest_name} must be an integer, not {longest!r}.")
     if max(lengths) > longest:
         raise ValueError(f"{longest_name}={longest} is less than the longest sequence, {max(lengths)}.")
     return values

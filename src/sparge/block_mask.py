@@ -45,8 +45,7 @@ class BlockMask:
     visible: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.block[0] not in BLOCK_ROWS or self.block[1] not in BLOCK_KEYS:
-            raise ValueError(f"block must have rows in {BLOCK_ROWS} and keys in {BLOCK_KEYS}, not {self.block!r}.")
+        _check_block(self.block)
         want = (self.q_blocks, -(-self.k_blocks // WORD))
         for name, bits in (("bits", self.bits), ("visible", self.visible)):
             if bits is not None and (bits.dtype != torch.int32 or bits.dim() != 4 or tuple(bits.shape[2:]) != want):
@@ -75,6 +74,7 @@ class BlockMask:
         visible: Tensor | None = None,
     ) -> BlockMask:
         """From booleans [query blocks, key blocks], with up to two leading extents (batch, heads)."""
+        _check_block(block)
         want = (-(-q_len // block[0]), -(-k_len // block[1]))
         for name, x in (("dense", dense), ("visible", visible)):
             if x is not None and (x.dtype != torch.bool or x.dim() not in (2, 3, 4) or tuple(x.shape[-2:]) != want):
@@ -89,7 +89,11 @@ class BlockMask:
         cls, counts: Tensor, indices: Tensor, q_len: int, k_len: int, block: tuple[int, int] = (128, 64)
     ) -> BlockMask:
         """From kept key blocks: the first counts[...] entries of indices[..., :] are kept; the rest is not read."""
+        _check_block(block)
         k_blocks = -(-k_len // block[1])
+        if (counts < 0).any() or (counts > indices.shape[-1]).any():
+            low, high = int(counts.min()), int(counts.max())
+            raise ValueError(f"counts must lie from 0 to the lists' {indices.shape[-1]} entries, not {low} to {high}.")
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         spare = torch.where(listed, indices.long(), k_blocks)
         if spare.min() < 0 or (spare > k_blocks).any() or (listed & (indices >= k_blocks)).any():
@@ -111,7 +115,7 @@ class BlockMask:
         return mask
 
     def to_flex(self, mask_mod: object = None) -> FlexBlockMask:
-        """As FlexAttention's BlockMask; with a mask_mod every kept block is checked by it, without none is."""
+        """As FlexAttention's BlockMask. With a mask_mod, kept blocks are also masked inside by it."""
         from torch.nn.attention.flex_attention import BlockMask as Flex
 
         counts, indices = self.to_lists()
@@ -119,8 +123,15 @@ class BlockMask:
         lengths = (self.q_len, self.k_len)
         if mask_mod is not None:
             return Flex.from_kv_blocks(counts, indices, None, None, self.block, mask_mod, lengths)  # type: ignore[arg-type]
+        dense, (rows, keys) = self.to_dense(), self.block
+        last_batch, last_head = dense.shape[0] - 1, dense.shape[1] - 1
+
+        def kept(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            # Eager FlexAttention reads nothing but the mask_mod; compiled, full blocks skip it.
+            return dense[b.clamp(max=last_batch), h.clamp(max=last_head), q // rows, kv // keys]
+
         none = torch.zeros_like(counts)
-        return Flex.from_kv_blocks(none, indices, counts, indices, self.block, seq_lengths=lengths)
+        return Flex.from_kv_blocks(none, indices, counts, indices, self.block, kept, lengths)
 
     def to_dense(self) -> Tensor:
         """bool [B, H, query blocks, key blocks]."""
@@ -157,14 +168,18 @@ class BlockMask:
     # ---- sets
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        return self._combine(other, self.bits | other.bits)
+        self._check_same_shape(other)
+        return self._combined(self.bits | other.bits, other)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        return self._combine(other, self.bits & other.bits)
+        self._check_same_shape(other)
+        return self._combined(self.bits & other.bits, other)
 
-    def _combine(self, other: BlockMask, bits: Tensor) -> BlockMask:
+    def _check_same_shape(self, other: BlockMask) -> None:
         if (self.q_len, self.k_len, self.block) != (other.q_len, other.k_len, other.block):
             raise ValueError(f"masks of different shape cannot be combined: {self!r} and {other!r}.")
+
+    def _combined(self, bits: Tensor, other: BlockMask) -> BlockMask:
         both = self.visible is not None and other.visible is not None
         visible = self.visible | other.visible if both else None  # type: ignore[operator]
         return BlockMask(bits, self.q_len, self.k_len, self.block, visible)
@@ -200,6 +215,14 @@ class BlockMask:
         lit = torch.nn.functional.adaptive_avg_pool2d(seen[None], size)[0]
         share = torch.where(lit > 0, fill / lit.clamp(min=1e-6), -1.0)
         return "\n".join("".join(_shade(value) for value in line).rstrip() for line in share.tolist())
+
+
+def _check_block(block: tuple[int, int]) -> None:
+    good = isinstance(block, tuple) and len(block) == 2 and block[0] in BLOCK_ROWS and block[1] in BLOCK_KEYS
+    if not good:
+        raise ValueError(
+            f"block must be (rows, keys) with rows in {BLOCK_ROWS} and keys in {BLOCK_KEYS}, not {block!r}."
+        )
 
 
 def _shade(share: float) -> str:

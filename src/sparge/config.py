@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -101,11 +102,11 @@ class SparseConfig:
                     "give one number, or one per query head."
                 )
 
-    def per_head(self, name: str, heads: int, device: torch.device) -> torch.Tensor:
-        """A selection setting as a float32 tensor [heads]."""
+    def per_head(self, name: str, heads: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A selection setting as a tensor [heads]."""
         value = getattr(self, name)
         values = value if isinstance(value, tuple) else (value,) * heads
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(values, dtype=dtype, device=device)
 
     def protected_ranges(self, length: int) -> list[tuple[int, int]]:
         """The protected ranges inside a sequence of this length, ends resolved."""
@@ -127,7 +128,7 @@ def _numbers(name: str, value: object, low: float, high: float, open_high: bool 
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     single = not isinstance(value, Sequence) or isinstance(value, str)
-    values = (value,) if single else tuple(value)  # type: ignore[arg-type]
+    values: tuple[Any, ...] = (value,) if single else tuple(value)  # type: ignore[arg-type]
     inside = f"from {low:g} to {'below ' if open_high else ''}{high:g}"
     for number in values:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -136,7 +137,7 @@ def _numbers(name: str, value: object, low: float, high: float, open_high: bool 
             raise ValueError(f"{name} must lie {inside}, not {number!r}.")
     if not values:
         raise ValueError(f"{name} must be a number or one per query head, not an empty sequence.")
-    numbers = tuple(map(float, values))
+    numbers = tuple(float(number) for number in values)
     return numbers[0] if single else numbers
 
 
@@ -154,5 +155,8 @@ def _ranges(value: object) -> tuple[tuple[int, int | None], ...]:
         good = isinstance(item, (tuple, list)) and len(item) == 2 and _is_int(item[0])
         if not good or not (item[1] is None or _is_int(item[1])):
             raise TypeError(f"protected must be a tuple of (start, stop) token ranges, not {value!r}.")
-        ranges.append((item[0], item[1]))
+        start, stop = item
+        if stop is not None and start >= stop and (start < 0) == (stop < 0):
+            raise ValueError(f"protected range ({start}, {stop}) holds no token; give start before stop.")
+        ranges.append((start, stop))
     return tuple(ranges)

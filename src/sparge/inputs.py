@@ -27,6 +27,7 @@ class Inputs:
     scale: float
     visibility: Visibility
     layout: str
+    needs_lse: bool = True
 
     @property
     def group_size(self) -> int:
@@ -53,6 +54,7 @@ def prepare_inputs(
     enable_gqa: bool = False,
     window: Window | None = None,
     layout: str = "BHSD",
+    needs_lse: bool = True,
 ) -> Inputs:
     """Raise one clear sentence for anything unsupported; ignore nothing."""
     if layout not in LAYOUTS:
@@ -62,6 +64,8 @@ def prepare_inputs(
     _check_tensors(query, key, value, rank=4, shape_name="B, H, S, D" if layout == "BHSD" else "B, S, H, D")
     if layout == "BSHD":
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if not isinstance(enable_gqa, bool):
+        raise TypeError(f"enable_gqa must be True or False, not {enable_gqa!r}.")
     _check_shapes(query, key, value, enable_gqa)
     q_len, k_len = query.shape[2], key.shape[2]
     key_valid = _key_padding(attn_mask, query.shape[0], query.shape[1], q_len, k_len, query.device)
@@ -72,6 +76,7 @@ def prepare_inputs(
         scale=check_scale(scale, query.shape[-1]),
         visibility=visibility(q_len, k_len, is_causal, window, query.device, key_valid),
         layout=layout,
+        needs_lse=needs_lse,
     )
 
 
@@ -94,7 +99,7 @@ def visibility(
     left, right = _window(window)
     if is_causal:
         right = min(right, 0)
-    return Visibility(q_len, k_len, device, left, right, is_causal, key_valid)
+    return Visibility(q_len, k_len, device, left, right, key_valid)
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -19,7 +19,7 @@ from sparge.selection import apply_rules
 from sparge.stages import Blocks, Output
 
 GROUP = 64  # query rows that share one second-stage decision, on every backend
-SCORES_AT_ONCE = 1 << 21  # bounds the memory of selection
+SCORES_AT_ONCE = 1 << 18  # bounds the memory of selection
 
 
 # ---- dense attention, the yardstick
@@ -45,7 +45,7 @@ def multiply_visible(weights: Tensor, seen: Tensor, value: Tensor) -> Tensor:
     if not broken.any():
         return weights @ value
     whole = weights @ torch.where(broken[..., None], 0.0, value)
-    for key in broken.flatten(0, -2).any(0).nonzero()[:, 0].tolist():
+    for key in broken.reshape(-1, broken.shape[-1]).any(0).nonzero()[:, 0].tolist():
         touched = seen[..., :, key, None] & broken[..., None, key, None]
         whole = whole + torch.where(touched, weights[..., :, key, None] * value[..., None, key, :], 0.0)
     return whole
@@ -76,11 +76,11 @@ def summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
         inputs=inputs,
         q_means=q_means.bfloat16(),
         k_means=k_means.bfloat16().transpose(2, 3).contiguous(),
-        k_filled=(k_counts[:, 0, :, :, 0] > 0).transpose(1, 2),
         v_finite=torch.isfinite(v_sums.sum(-1)),
         q_similarity=self_similarity(inputs.query, rows) if judged else None,
         k_similarity=self_similarity(inputs.key, keys, key_mean, valid) if judged else None,
         quantized=None if config.quantization == "none" else _quantize(inputs, key_mean, config.quantization),
+        block=config.block,
     )
 
 
@@ -199,15 +199,15 @@ def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
 
 
 def _always_kept(blocks: Blocks, config: SparseConfig) -> Tensor:
-    """Diagonal, sinks, protected tokens, blocks that may not be judged, values that are not finite."""
+    """Diagonal or right edge, sinks, protected tokens, blocks that may not be judged, values that are not finite."""
     inputs, (rows, keys) = blocks.inputs, config.block
     sight = inputs.visibility
     batch, heads, q_blocks = blocks.q_means.shape[:3]
     k_blocks = blocks.k_means.shape[3]
     keep = ~_per_query_head(blocks.v_finite, inputs)[:, :, None].expand(batch, heads, q_blocks, k_blocks)
     keep[..., : config.sinks] = True
-    if sight.causal:
-        keep |= sight.diagonal(rows, keys)
+    if sight.right_bounded:
+        keep |= sight.right_edge(rows, keys)
     for start, stop in config.protected_ranges(sight.k_len):
         if start < stop:
             keep[..., start // keys : -(-stop // keys)] = True
@@ -228,6 +228,7 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     inputs = blocks.inputs
     batch, heads, q_len, _ = inputs.query.shape
     kept = mask.to_dense().expand(batch, heads, -1, -1)
+    v_finite = _per_query_head(blocks.v_finite, inputs)
     values = torch.empty(batch, heads, q_len, inputs.value.shape[-1], dtype=torch.float32, device=kept.device)
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=kept.device)
     skipped = torch.zeros(batch, heads, dtype=torch.int64, device=kept.device)
@@ -236,7 +237,7 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         state = RowState(blocks, rows, config)
         for j in reversed(range(mask.k_blocks)):  # descending: the diagonal first, where scores are high
             keys = range(j * mask.block[1], min((j + 1) * mask.block[1], inputs.key.shape[2]))
-            state.fold(keys, kept[:, :, i, j])
+            state.fold(keys, kept[:, :, i, j], v_finite[:, :, j])
         values[:, :, rows.start : rows.stop], lse[:, :, rows.start : rows.stop] = state.finish()
         skipped += state.skipped
     output = inputs.empty_output()
@@ -257,7 +258,7 @@ class RowState:
         self.skipped = torch.zeros(batch, heads, dtype=torch.int64, device=device)
         self.pv_threshold = None if config.pv_threshold is None else config.per_head("pv_threshold", heads, device)
 
-    def fold(self, keys: range, kept: Tensor) -> None:
+    def fold(self, keys: range, kept: Tensor, v_finite: Tensor) -> None:
         """Add one key block for the (batch, head) pairs that keep it."""
         if not kept.any():
             return
@@ -266,7 +267,7 @@ class RowState:
         local = scores.amax(-1)
         maximum = torch.maximum(self.maximum, local)
         if self.pv_threshold is not None:
-            wanted = self._second_stage(seen.any(-1), local, maximum)
+            wanted = self._second_stage(seen.any(-1), local, maximum, v_finite)
             seen = seen & wanted[..., None]
         shift = torch.where(maximum == -torch.inf, 0.0, maximum)
         weights = torch.where(seen, torch.exp(scores - shift[..., None]), 0.0)
@@ -288,15 +289,15 @@ class RowState:
         row_scale = quantized.query_scale[:, :, rows.start : rows.stop] * inputs.scale
         return query @ key.transpose(-1, -2) * row_scale[..., None] * key_scale[:, :, None]
 
-    def _second_stage(self, seen: Tensor, local: Tensor, maximum: Tensor) -> Tensor:
-        """bool [B, H, rows]: rows whose 64-row group still wants this block. NaN wants it."""
+    def _second_stage(self, seen: Tensor, local: Tensor, maximum: Tensor, v_finite: Tensor) -> Tensor:
+        """bool [B, H, rows]: rows whose 64-row group still wants this block. What is not finite is always wanted."""
         assert self.pv_threshold is not None
         drop = torch.where(seen, local - maximum, -torch.inf)
         below = (drop < self.pv_threshold[:, None]) | ~seen
         wanted, counted = [], []
         for start in range(0, len(self.rows), GROUP):
             part = slice(start, start + GROUP)
-            skip = below[..., part].all(-1)
+            skip = below[..., part].all(-1) & v_finite
             wanted.append(~skip[..., None].expand_as(below[..., part]))
             counted.append(skip & seen[..., part].any(-1))
         self.skipped += torch.stack(counted).sum(0)

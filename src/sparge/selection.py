@@ -22,7 +22,8 @@ def apply_rules(scores: Tensor, seen: Tensor, countable: Tensor, config: SparseC
     # Written as "not below": every comparison with NaN is false, so a row that cannot be judged is kept.
     claimed = ~(scores < peak) | ~torch.isfinite(total)
     for name in config.rule:
-        setting = config.per_head(name, scores.shape[1], scores.device)[:, None, None, None]
+        dtype = torch.float64 if name == "topk" else torch.float32  # a count must not be off by rounding
+        setting = config.per_head(name, scores.shape[1], scores.device, dtype)[:, None, None, None]
         if name == "threshold":
             claimed |= ~(scores <= total + setting.log())
         elif name == "gap":
@@ -45,6 +46,6 @@ def _mass_at_least(probability: Tensor) -> Tensor:
 
 def _kth_score(scores: Tensor, countable: Tensor, ratio: Tensor) -> Tensor:
     """The lowest score that top-k keeps in each sub-row, k = ceil(ratio * visible blocks)."""
-    k = torch.ceil(countable * ratio.double() - 1e-6).long().clamp(min=1, max=scores.shape[-1])
+    k = torch.ceil(countable * ratio - 1e-6).long().clamp(min=1, max=scores.shape[-1])
     descending = scores.sort(-1, descending=True).values
     return descending.gather(-1, k.expand(*scores.shape[:-1], 1) - 1)

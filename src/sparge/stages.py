@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparge.inputs import Inputs
@@ -17,11 +18,23 @@ class Blocks:
     inputs: Inputs
     q_means: Tensor  # bfloat16 [B, Hq, query blocks, a, D]
     k_means: Tensor  # bfloat16 [B, Hkv, b, key blocks, D], of the smoothed keys
-    k_filled: Tensor  # bool [B or 1, b, key blocks]: sub-blocks that hold a valid key
     v_finite: Tensor  # bool [B, Hkv, key blocks]
     q_similarity: Tensor | None  # float32 [B, Hq, query blocks]
     k_similarity: Tensor | None  # float32 [B, Hkv, key blocks]
     quantized: Quantized | None
+    block: tuple[int, int]
+
+    @property
+    def k_filled(self) -> Tensor:
+        """bool [B or 1, b, key blocks]: sub-blocks that hold a valid key."""
+        b, blocks = self.k_means.shape[2:4]
+        sight = self.inputs.visibility
+        valid = sight.key_valid
+        if valid is None:
+            valid = torch.ones(1, sight.k_len, dtype=torch.bool, device=sight.device)
+        padded: Tensor = torch.nn.functional.pad(valid, (0, blocks * self.block[1] - sight.k_len))
+        filled: Tensor = padded.unflatten(1, (blocks, b, -1)).any(-1)
+        return filled.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class Output:
     """What the attention stage computed, before the caller's layout is restored."""
 
     values: Tensor  # [B, Hq, Nq, Dv], the input dtype
-    lse: Tensor  # float32 [B, Hq, Nq], natural log
+    lse: Tensor | None  # float32 [B, Hq, Nq], natural log; None where the inputs do not ask for it
     skipped_pv: Tensor  # int64 [B, Hq]: (64-row group, key block) pairs left out by the second stage
 
 

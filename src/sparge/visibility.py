@@ -19,7 +19,6 @@ class Visibility:
     device: torch.device
     left: int = UNBOUNDED
     right: int = UNBOUNDED
-    causal: bool = False
     key_valid: Tensor | None = None  # bool [B, Nk]; None: every key is valid
 
     @property
@@ -58,7 +57,14 @@ class Visibility:
         bottom = ((blocks + 1) * rows).clamp(max=self.q_len) - 1 + self.offset
         return (top - self.left).clamp(min=0), (bottom + self.right + 1).clamp(max=self.k_len)
 
-    def diagonal(self, rows: int, keys: int) -> Tensor:
-        """bool [row blocks, key blocks]: blocks that hold some row's own position."""
-        here = Visibility(self.q_len, self.k_len, self.device, left=0, right=0)
-        return here.blocks(rows, keys)[0, 0]
+    @property
+    def right_bounded(self) -> bool:
+        return self.right < UNBOUNDED
+
+    def right_edge(self, rows: int, keys: int) -> Tensor:
+        """bool [row blocks, key blocks]: blocks that hold the last key some row sees; under causal, the diagonal.
+
+        They are always kept: what a row sees of them then never depends on what it cannot see.
+        """
+        last_key = Visibility(self.q_len, self.k_len, self.device, left=-self.right, right=self.right)
+        return last_key.blocks(rows, keys)[0, 0]

@@ -47,7 +47,7 @@ class GatherBackend:
             for h in range(heads):
                 for i in range(mask.q_blocks):
                     rows = slice(i * mask.block[0], min((i + 1) * mask.block[0], q_len))
-                    tile = GatheredTile(inputs, mask.block[1], b, h, rows, kept[b, h, i].nonzero()[:, 0])
+                    tile = GatheredTile(blocks, mask.block[1], b, h, rows, kept[b, h, i].nonzero()[:, 0])
                     if config.pv_threshold is not None:
                         limit = config.per_head("pv_threshold", heads, output.device)[h]
                         skipped[b, h] += tile.second_stage(limit)
@@ -58,8 +58,8 @@ class GatherBackend:
 class GatheredTile:
     """The scores of one query block over the keys it keeps."""
 
-    def __init__(self, inputs: Inputs, block_k: int, b: int, h: int, rows: slice, kept: Tensor) -> None:
-        sight = inputs.visibility
+    def __init__(self, blocks: Blocks, block_k: int, b: int, h: int, rows: slice, kept: Tensor) -> None:
+        inputs, sight = blocks.inputs, blocks.inputs.visibility
         keys = (kept[:, None] * block_k + torch.arange(block_k, device=kept.device)).flatten()
         inside = keys < sight.k_len
         keys = keys.clamp(max=sight.k_len - 1)
@@ -69,6 +69,7 @@ class GatheredTile:
             self.seen &= sight.key_valid[b, keys]
         self.block_k = block_k
         kv_head = h // inputs.group_size
+        self.v_finite = blocks.v_finite[b, kv_head, kept]
         self.value = inputs.value[b, kv_head].index_select(0, keys).float()
         key = inputs.key[b, kv_head].index_select(0, keys).float()
         scores = inputs.query[b, h, rows].float() @ key.T * inputs.scale
@@ -82,7 +83,7 @@ class GatheredTile:
             sees = seen.unflatten(1, (-1, self.block_k)).any(-1)
             running = local.flip(-1).cummax(-1).values.flip(-1)  # blocks are visited in descending order
             below = (torch.where(sees, local - running, -torch.inf) < limit) | ~sees
-            skip = below.all(0)
+            skip = below.all(0) & self.v_finite
             count += (skip & sees.any(0)).sum()
             hide = skip.repeat_interleave(self.block_k)
             seen &= ~hide

@@ -69,12 +69,13 @@ POINTERS = (
     "query", "key", "value", "output",
     "row_max", "row_sum", "skipped",  # per query row, in base 2; per query block
     "key_valid",  # uint8 [B, Nk], or null: every key is valid
+    "v_finite",  # uint8 [B, Hkv, key blocks]
     "order", "kept_start", "kept",  # query blocks, heaviest first; their kept key blocks (CSR, descending)
     "pv_threshold",  # per query head, in base 2
     "counter", "scratch",
 )  # fmt: skip
 INTEGERS = (
-    "work_items", "query_heads", "group_size", "query_blocks", "q_len", "k_len",
+    "work_items", "query_heads", "group_size", "query_blocks", "key_blocks", "q_len", "k_len",
     "offset", "left", "right",  # row r sees keys r + offset - left ... r + offset + right
     "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row",
     "v_batch", "v_head", "v_row", "o_batch", "o_head", "o_row",
@@ -184,6 +185,9 @@ class Emitter(ir.IRBuilder):
         """a * b + c."""
         return self.intrinsic("fma", a, b, c)
 
+    def is_nan(self, x: ir.Value) -> ir.Value:
+        return self.fcmp_unordered("uno", x, x)
+
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.select(self.fcmp_ordered(">", a, b), a, b)
 
@@ -264,7 +268,8 @@ class AttendKernel:
         element = {"float32": F32, "bfloat16": I16, "float16": F16}[shape.dtype]
         pointer_types = {
             "query": element, "key": element, "value": element, "output": element,
-            "skipped": I64, "key_valid": I8, "order": I32, "kept_start": I64, "kept": I32, "counter": I64,
+            "skipped": I64, "key_valid": I8, "v_finite": I8,
+            "order": I32, "kept_start": I64, "kept": I32, "counter": I64,
         }  # fmt: skip
         types = [pointer_types.get(name, F32).as_pointer() for name in POINTERS]
         types += [I64 for _ in INTEGERS] + [F32]
@@ -347,7 +352,7 @@ class AttendKernel:
         bits = e.bitcast(value, I32)
         to_even = e.and_(e.lshr(bits, I32(16)), I32(1))
         rounded = e.lshr(e.add(bits, e.add(to_even, I32(0x7FFF))), I32(16))
-        is_nan = e.fcmp_unordered("uno", value, value)  # rounding could carry a NaN into infinity
+        is_nan = e.is_nan(value)  # rounding could carry a NaN into infinity
         return e.trunc(e.select(is_nan, I32(0x7FC0), rounded), I16)
 
     def _start_rows(self) -> None:
@@ -400,6 +405,7 @@ class AttendKernel:
         sees = e.and_(sees, e.icmp_signed("<", group_row, arg["q_len"]))
         with e.if_then(sees):
             self._score(group)
+            self.first_key = first_key
             with e.if_else(self._is_partial(group_row, position, first_key)) as (partial, full):
                 with partial:
                     self._fold(item, group, Sight(self, group_row, position, first_key))
@@ -454,11 +460,19 @@ class AttendKernel:
         state = e.mul(group, I64(GROUP))
         columns = [v * self.machine.lanes for v in range(self.vectors)]
         scores = self.buffer["scores"]
+        lanes = ir.VectorType(I1, self.machine.lanes)
+        none_yet = [ir.Constant(lanes, [I1(0)] * self.machine.lanes)] * len(columns)
+        sees = [ir.Constant(lanes, [I1(1)] * self.machine.lanes)] * len(columns)
         if sight is not None:
-            with e.loop(s.block_k) as key:
-                for column, seen in zip(columns, sight.seen(key), strict=True):
+
+            def hide(key: ir.Value, any_seen: list[ir.Value]) -> list[ir.Value]:
+                seen = sight.seen(key)
+                for column, visible in zip(columns, seen, strict=True):
                     place = (scores, e.mul(key, I64(GROUP)), column)
-                    e.write_vector(e.select(seen, e.read_vector(*place), e.constant(MINUS_INFINITY)), *place)
+                    e.write_vector(e.select(visible, e.read_vector(*place), e.constant(MINUS_INFINITY)), *place)
+                return [e.or_(a, b) for a, b in zip(any_seen, seen, strict=True)]
+
+            sees = e.accumulate(s.block_k, none_yet, hide)
 
         def largest(key: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
             row, best = e.mul(key, I64(GROUP)), carried[: len(columns)]
@@ -466,13 +480,10 @@ class AttendKernel:
             best = [e.larger(a, b) for a, b in zip(found, best, strict=True)]
             if not s.second_stage:
                 return best
-            undefined = [
-                e.or_(u, e.fcmp_unordered("uno", x, x)) for x, u in zip(found, carried[len(columns) :], strict=True)
-            ]
+            undefined = [e.or_(u, e.is_nan(x)) for x, u in zip(found, carried[len(columns) :], strict=True)]
             return best + undefined
 
-        nothing = [ir.Constant(ir.VectorType(I1, self.machine.lanes), [I1(0)] * self.machine.lanes)] * len(columns)
-        initial = [e.constant(MINUS_INFINITY)] * len(columns) + (nothing if s.second_stage else [])
+        initial = [e.constant(MINUS_INFINITY)] * len(columns) + (none_yet if s.second_stage else [])
         found = e.accumulate(s.block_k, initial, largest, unroll=4)
         local, undefined = found[: len(columns)], found[len(columns) :]
         old = [e.read_vector(self.buffer["running_max"], state, c) for c in columns]
@@ -480,18 +491,20 @@ class AttendKernel:
         if not s.second_stage:
             self._fold_values(state, columns, old, new, sight)
             return
-        # A row that sees nothing here has a local maximum of -inf and never asks for the block; NaN always does.
-        seen = [e.fcmp_ordered(">", a, e.constant(MINUS_INFINITY)) for a in local]
-        near = [
-            e.fcmp_ordered(">=", e.fsub(a, b), e.spread(self.pv_threshold)) for a, b in zip(local, new, strict=True)
-        ]
-        wanted = [e.or_(n, u) for n, u in zip(near, undefined, strict=True)]
-        with e.if_else(self._any(wanted)) as (keep, skip):
+        # Rows that see nothing here never ask for the block. Rows whose difference is NaN (infinite scores, or none
+        # but -inf so far) do, and so does everyone where values are not finite: skipping would hide that.
+        gaps = [e.fsub(a, b) for a, b in zip(local, new, strict=True)]
+        near = [e.fcmp_unordered(">=", gap, e.spread(self.pv_threshold)) for gap in gaps]
+        wanted = [e.and_(s_, e.or_(n, u)) for s_, n, u in zip(sees, near, undefined, strict=True)]
+        kv_row = e.add(e.mul(self.batch, e.sdiv(self.arg["query_heads"], self.arg["group_size"])), self.kv_head)
+        block = e.add(e.mul(kv_row, self.arg["key_blocks"]), e.sdiv(self.first_key, I64(s.block_k)))
+        broken = e.icmp_signed("==", e.read(self.arg["v_finite"], block), I8(0))
+        with e.if_else(e.or_(self._any(wanted), broken)) as (keep, skip):
             with keep:
                 self._fold_values(state, columns, old, new, sight)
             with skip:
                 count = e.offset(self.arg["skipped"], item)
-                e.store(e.add(e.load(count), e.zext(self._any(seen), I64)), count)
+                e.store(e.add(e.load(count), e.zext(self._any(sees), I64)), count)
 
     def _any(self, masks: list[ir.Value]) -> ir.Value:
         bits = self.e.bitcast(functools.reduce(self.e.or_, masks), ir.IntType(self.machine.lanes))
@@ -555,7 +568,7 @@ class AttendKernel:
                         return product
                     seen = [e.icmp_signed(">=", e.bitcast(w, e.int_vector), e.integers([0] * e.lanes)) for w in right]
                     # NaN weights may carry the sign bit; they are seen.
-                    seen = [e.or_(ok, e.fcmp_unordered("uno", w, w)) for ok, w in zip(seen, right, strict=True)]
+                    seen = [e.or_(ok, e.is_nan(w)) for ok, w in zip(seen, right, strict=True)]
                     return [
                         e.select(ok, new, old) for ok, new, old in zip(seen * TILE_ROWS, product, tile, strict=True)
                     ]

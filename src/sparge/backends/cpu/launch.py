@@ -61,6 +61,7 @@ class CpuBackend:
         tensors |= {name: torch.empty(batch, heads, q_len) for name in ("row_max", "row_sum")}
         tensors |= _work_list(mask, batch, heads)
         tensors["skipped"] = torch.zeros(batch * heads * mask.q_blocks, dtype=torch.int64)
+        tensors["v_finite"] = blocks.v_finite.contiguous()
         tensors["counter"] = torch.zeros(1, dtype=torch.int64)
         if sight.key_valid is not None:
             tensors["key_valid"] = sight.key_valid.contiguous()
@@ -71,6 +72,7 @@ class CpuBackend:
             "query_heads": heads,
             "group_size": inputs.group_size,
             "query_blocks": mask.q_blocks,
+            "key_blocks": mask.k_blocks,
             "q_len": q_len,
             "k_len": key.shape[2],
             "offset": sight.offset,

@@ -1,0 +1,1 @@
+"""The portable GPU backend: plain Triton kernels for every NVIDIA GPU since Ampere."""

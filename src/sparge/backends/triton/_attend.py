@@ -1,0 +1,261 @@
+"""The portable attention kernel: online softmax over the kept blocks of one tile of query rows.
+
+FORMAT 0 multiplies in the input dtype; 1 has int8 scores and 16-bit products; 2 has int8 scores and e4m3 products. Kept
+blocks come as descending lists, so those that cut the diagonal or the end come first: the first loop masks, the second
+does not and takes PAIR blocks at a time. The softmax lives in base 2, every scale folded into the exponent's argument.
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(64)  # query rows that share one second-stage decision
+LEADING = tl.constexpr(32)  # list entries looked at to find the blocks that need masking
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23
+MAGIC_BITS = tl.constexpr(0x4B400000)  # the same, as an integer
+P_SHIFT = tl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
+
+
+@triton.jit
+def visible_pairs(rows, key, column, q_len, k_len, offset, left, right, VALID, HAS_VALID: tl.constexpr):
+    """bool [rows, columns]: which rows see keys key + column; and bool [rows]: which see any."""
+    low = rows + (offset - left - key)
+    high = tl.minimum(rows + (offset + right), k_len - 1) - key
+    high = tl.where(rows < q_len, high, -1)
+    seen = (column[None, :] >= low[:, None]) & (column[None, :] <= high[:, None])
+    sees = tl.maximum(low, 0) <= tl.minimum(high, column.shape[0] - 1)
+    if HAS_VALID:
+        seen = seen & (tl.load(VALID + key + column, mask=key + column < k_len, other=0) != 0)[None, :]
+        sees = tl.max(seen.to(tl.int32), 1) != 0
+    return seen, sees
+
+
+@triton.jit
+def add_visible_values(acc, p, seen, V, key, v_row, v_dim, DV: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr):
+    """acc + p @ v one key at a time, for the rare block whose values are not all finite: hidden pairs add nothing."""
+    dv = tl.arange(0, DVP)
+    column = tl.arange(0, BK)
+    for n in range(BK):
+        here = column == n
+        weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
+        sees = tl.sum((here[None, :] & seen).to(tl.int32), 1) > 0
+        value = tl.load(V + (key + n).to(tl.int64) * v_row + dv * v_dim, mask=dv < DV, other=0.0).to(tl.float32)
+        acc += tl.where(sees[:, None], weight[:, None] * value[None, :], 0.0)
+    return acc
+
+
+@triton.jit
+def scaled_scores(q, k, q_scale, K_SCALE, first_key, keys, FORMAT: tl.constexpr):
+    """Scores of one tile, in base 2."""
+    if FORMAT == 0:
+        scores = tl.dot(q, k, input_precision="ieee") * q_scale[:, None]
+    else:
+        # Integer sums are below 2^22, so 1.5 * 2^23 + sum is exact in float32 and has the sum in its low bits:
+        # starting the sum at that number's bit pattern turns the conversion to float into a subtraction.
+        start = tl.full([q.shape[0], k.shape[1]], MAGIC_BITS, tl.int32)
+        magic = tl.dot(q, k, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+        if keys.shape[0] <= 64:
+            scale = q_scale[:, None] * tl.load(K_SCALE + first_key // 64)
+        else:
+            scale = q_scale[:, None] * tl.load(K_SCALE + keys // 64)[None, :]
+        scores = (magic - MAGIC) * scale
+    return scores
+
+
+@triton.jit
+def attend_block(
+    acc, total, best, saw, skipped, q, q_scale, block, second_block, rows,
+    K, V, K_SCALE, V_FINITE, VALID, lam,
+    q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    MASK: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, CAREFUL: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Fold one key block, or two, into the running (acc, total, best)."""
+    BM: tl.constexpr = q.shape[0]
+    BN: tl.constexpr = BK * PAIR
+    d, dv, column = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, BN)
+    if PAIR == 2:
+        keys = tl.where(column < BK, block * BK, (second_block - 1) * BK) + column
+    else:
+        keys = block * BK + column
+    at = keys.to(tl.int64)
+    if FORMAT == 0:
+        k_place = K + at[None, :] * k_row + d[:, None] * k_dim
+        if MASK:
+            k = tl.load(k_place, mask=(keys < k_len)[None, :] & (d < D)[:, None], other=0.0)
+        else:
+            k = tl.load(k_place) if D == DP else tl.load(k_place, mask=(d < D)[:, None], other=0.0)
+    else:
+        k = tl.load(K + at[None, :] * k_row + d[:, None])
+    s = scaled_scores(q, k, q_scale, K_SCALE, block * BK, keys, FORMAT)
+    if MASK:
+        seen, sees = visible_pairs(rows, block * BK, column, q_len, k_len, offset, left, right, VALID, HAS_VALID)
+        s = tl.where(seen, s, float("-inf"))
+        saw = saw | sees.to(tl.int32)
+    local = tl.max(s, 1)
+    best_now = tl.maximum(best, local)
+    shift = best_now
+    if MASK:
+        shift = tl.where(best_now == float("-inf"), 0.0, best_now)
+    wanted = True
+    if SECOND:
+        # NaN differences (infinite scores, or none but -inf so far) and values that are not finite are always wanted.
+        near = ~(local - best_now < lam)
+        undefined = tl.max((s != s).to(tl.int32), 1) != 0
+        ask = near | undefined
+        group_sees = tl.full([BM // GROUP], 1, tl.int32)
+        if MASK:
+            ask = ask & sees
+            group_sees = tl.max(tl.reshape(sees.to(tl.int32), [BM // GROUP, GROUP]), 1)
+        group_wants = tl.max(tl.reshape(ask.to(tl.int32), [BM // GROUP, GROUP]), 1)
+        group_wants = group_wants | (tl.load(V_FINITE + block) == 0).to(tl.int32)
+        skipped += tl.sum((1 - group_wants) * group_sees, 0)
+        row_wants = tl.reshape(tl.broadcast_to(group_wants[:, None], [BM // GROUP, GROUP]), [BM]) != 0
+        s = tl.where(row_wants[:, None], s, float("-inf"))
+        wanted = tl.max(group_wants, 0) != 0
+    if wanted:
+        alpha = tl.exp2(best - shift)
+        if FORMAT == 2:
+            p = tl.exp2(s - (shift - P_SHIFT)[:, None])
+        else:
+            p = tl.exp2(s - shift[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if FORMAT == 2:
+            p8 = p.to(tl.float8e4nv)
+            # Relabels tokens inside each sixteen, as V is stored; no data moves between threads.
+            p8 = tl.reshape(tl.permute(tl.reshape(p8, [BM, BN // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [BM, BN])
+            v = tl.load(V + dv[:, None].to(tl.int64) * v_row + at[None, :])
+            acc += tl.dot(p8, tl.trans(v))
+        else:
+            v_place = V + at[:, None] * v_row + dv[None, :] * v_dim
+            if MASK:
+                real = keys < k_len
+                if HAS_VALID:
+                    real = real & (tl.load(VALID + keys, mask=real, other=0) != 0)
+                if CAREFUL:
+                    if tl.load(V_FINITE + block) == 0:
+                        if SECOND:
+                            seen = seen & row_wants[:, None]
+                        acc = add_visible_values(acc, p, seen, V, block * BK, v_row, v_dim, DV, DVP, BK)
+                    else:
+                        v = tl.load(v_place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
+                        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                else:
+                    v = tl.load(v_place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
+                    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            else:
+                v = tl.load(v_place) if DV == DVP else tl.load(v_place, mask=(dv < DV)[None, :], other=0.0)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        best = best_now
+    return acc, total, best, saw, skipped
+
+
+@triton.jit
+def holds_broken_values(LISTS, V_FINITE, count):
+    """Whether one of the first `count` listed blocks has a value that is not finite."""
+    found = 0
+    for first in range(0, count, LEADING):
+        entry = first + tl.arange(0, LEADING)
+        block = tl.load(LISTS + entry, mask=entry < count, other=0)
+        found += tl.sum((tl.load(V_FINITE + block, mask=entry < count, other=1) == 0).to(tl.int32), 0)
+    return found != 0
+
+
+@triton.jit
+def attend(
+    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, V_FINITE, VALID, LAMBDA, COUNTS, LISTS,  # inputs
+    OUT, LSE, SKIPPED,  # outputs
+    scale, heads, group_size, q_len, k_len, k_blocks, padded, first_block, blocks_here, offset, left, right,
+    q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim, v_batch, v_head, v_row, v_dim,
+    o_batch, o_head, o_row, o_dim,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr,
+    MASK_ALL: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, WRITE_LSE: tl.constexpr,
+    CAREFUL: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """One program: BM rows of one query block of one head. Heavy causal rows start first.
+
+    A hidden pair has weight 0, and 0 times a NaN value is NaN. The CAREFUL variant is launched after the plain one; its
+    tiles return at once unless a masked block holds values that are not finite, and then do the work again without
+    touching what a row cannot see.
+    """
+    TILES: tl.constexpr = BQ // BM
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1)
+    wide = bh.to(tl.int64)
+    batch, head = wide // heads, wide % heads
+    kv_head = head // group_size
+    slot = wide * blocks_here + tile // TILES
+    first_row = (first_block + tile // TILES) * BQ + (tile % TILES) * BM
+    rows = first_row + tl.arange(0, BM)
+    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+    Q += batch * q_batch + head * q_head
+    K += batch * k_batch + kv_head * k_head
+    V += batch * v_batch + kv_head * v_head
+    at = rows.to(tl.int64)
+    real = rows < q_len
+    if FORMAT == 0:
+        q = tl.load(Q + at[:, None] * q_row + d[None, :] * q_dim, mask=real[:, None] & (d < D)[None, :], other=0.0)
+        q_scale = tl.zeros([BM], tl.float32) + scale
+    else:
+        q = tl.load(Q + at[:, None] * q_row + d[None, :], mask=real[:, None], other=0)
+        q_scale = tl.load(Q_SCALE + wide * q_len + at, mask=real, other=0.0) * scale
+        K_SCALE += (batch * (heads // group_size) + kv_head) * (padded // 64)
+    V_FINITE += (batch * (heads // group_size) + kv_head) * k_blocks
+    if HAS_VALID:
+        VALID += batch * k_len
+    lam = tl.load(LAMBDA + head) * 1.4426950408889634 if SECOND else 0.0
+
+    acc = tl.zeros([BM, DVP], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    best = tl.full([BM], float("-inf"), tl.float32)
+    saw = tl.zeros([BM], tl.int32)
+    skipped = 0
+    count = tl.load(COUNTS + slot)
+    LISTS += slot * k_blocks
+    masked = count
+    if not MASK_ALL:
+        # Blocks past this one hold a key that the tile's first row, or any row, cannot see.
+        last_free = tl.minimum(k_len, first_row + offset + right + 1) // BK
+        lead = tl.arange(0, LEADING)
+        masked = tl.sum((tl.load(LISTS + lead, mask=lead < count, other=-1) >= last_free).to(tl.int32), 0)
+        masked = tl.where(first_row + BM > q_len, count, masked)
+        masked += (count - masked) % PAIR  # what is left over by pairs goes the slower way
+    if CAREFUL:
+        if not holds_broken_values(LISTS, V_FINITE, masked):
+            return
+    for n in range(masked):
+        block = tl.load(LISTS + n)
+        acc, total, best, saw, skipped = attend_block(
+            acc, total, best, saw, skipped, q, q_scale, block, block, rows, K, V, K_SCALE, V_FINITE, VALID, lam,
+            q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
+            D, DV, DP, DVP, BK, FORMAT, True, HAS_VALID, SECOND, CAREFUL, 1,
+        )  # fmt: skip
+    if not MASK_ALL:
+        for n in range(masked, count, PAIR):
+            block = tl.load(LISTS + n)
+            second_block = tl.load(LISTS + n + PAIR - 1)
+            acc, total, best, saw, skipped = attend_block(
+                acc, total, best, saw, skipped, q, q_scale, block, second_block, rows,
+                K, V, K_SCALE, V_FINITE, VALID, lam,
+                q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
+                D, DV, DP, DVP, BK, FORMAT, False, HAS_VALID, SECOND, CAREFUL, PAIR,
+            )  # fmt: skip
+        saw = saw | (count > masked).to(tl.int32)
+    # A row that saw only scores of -inf divides zero by zero: NaN, as dense attention gives.
+    empty = saw == 0
+    out = acc / tl.where(empty, 1.0, total)[:, None]
+    if FORMAT == 2:
+        kv = batch * (heads // group_size) + kv_head
+        out = out * tl.load(V_SCALE + kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
+        out = tl.where(empty[:, None], 0.0, out)
+    place = OUT + batch * o_batch + head * o_head + at[:, None] * o_row + dv[None, :] * o_dim
+    tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+    if WRITE_LSE:
+        lse = best + tl.log2(total)
+        if FORMAT == 2:
+            lse = lse - P_SHIFT
+        lse = tl.where(empty, float("-inf"), lse) / 1.4426950408889634
+        tl.store(LSE + wide * q_len + at, lse, mask=real)
+    if SECOND:
+        tl.store(SKIPPED + slot * TILES + tile % TILES, skipped)

@@ -1,0 +1,271 @@
+"""Selection: predicted scores, rules and always-kept blocks in registers; one bit per block leaves.
+
+A program owns ROWS sub-rows (ROWS / Q_SUBS query blocks) of one head and walks the key blocks CHUNK at a time. Scores
+are never stored: each walk computes them again with the tensor core, which costs less than writing and reading them.
+They are kept as exponentials relative to the row's best sub-score, so no logarithm is needed; a block more than 2^126
+times less likely than the best counts as impossible.
+
+TopCdf and top-k need a cut-off that no single walk gives. It is found bit by bit: non-negative floats order like
+their bits, so 31 walks find it exactly, without a sort.
+"""
+
+import triton
+import triton.language as tl
+
+WORD = tl.constexpr(32)
+
+
+@triton.jit
+def sub_scores(
+    query, K_MEANS, FILLED, first, sub, blocks, k_len, batch, kv_row, scale,
+    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """Scores of PART sub-blocks of each block, [rows, PART, CHUNK] in base 2; -inf where a sub-block holds no key."""
+    n = tl.arange(0, PART * CHUNK)
+    block, which = first + n % CHUNK, sub + n // CHUNK
+    d = tl.arange(0, DP)
+    inside = block < blocks
+    at = (kv_row * K_SUBS + which) * blocks + block
+    means = tl.load(K_MEANS + at[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+    if HAS_VALID:
+        filled = tl.load(FILLED + (batch * K_SUBS + which) * blocks + block, mask=inside, other=0) != 0
+    else:
+        filled = block * BK + which * (BK // K_SUBS) < k_len
+    scores = tl.where(filled[None, :], tl.dot(query, means) * scale, float("-inf"))
+    return tl.reshape(scores, [query.shape[0], PART, CHUNK])
+
+
+@triton.jit
+def filled_parts(
+    FILLED, first, blocks, k_len, batch,
+    BK: tl.constexpr, K_SUBS: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """How many sub-blocks of each block hold a key, at least 1."""
+    block = first + tl.arange(0, CHUNK)
+    if HAS_VALID:
+        count = tl.zeros([CHUNK], tl.int32)
+        for sub in tl.static_range(K_SUBS):
+            at = (batch * K_SUBS + sub) * blocks + block
+            count += (tl.load(FILLED + at, mask=block < blocks, other=0) != 0).to(tl.int32)
+    else:
+        count = tl.minimum(tl.cdiv(tl.maximum(k_len - block * BK, 0), BK // K_SUBS), K_SUBS)
+    return tl.maximum(count, 1).to(tl.float32)
+
+
+@triton.jit
+def block_weights(
+    query, K_MEANS, FILLED, shift, first, blocks, k_len, batch, kv_row, scale,
+    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """Mean exponential of each block's sub-scores relative to `shift`, [rows, CHUNK]."""
+    total = tl.zeros([query.shape[0], CHUNK], tl.float32)
+    for part in tl.static_range(K_SUBS // PART):
+        scores = sub_scores(
+            query, K_MEANS, FILLED, first, part * PART, blocks, k_len, batch, kv_row, scale,
+            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+        )  # fmt: skip
+        total += tl.sum(tl.exp2(scores - shift[:, None, None]), 1)
+    return total / filled_parts(FILLED, first, blocks, k_len, batch, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
+
+
+@triton.jit
+def similar_blocks(K_SIMILARITY, first, blocks, kv_row, theta, CHUNK: tl.constexpr):
+    block = first + tl.arange(0, CHUNK)
+    return tl.load(K_SIMILARITY + kv_row * blocks + block, mask=block < blocks, other=1.0) >= theta
+
+
+@triton.jit
+def sees_block(
+    low, high, first, BEFORE, batch, k_len, BK: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr
+):  # fmt: skip
+    """Whether rows that together see keys low ... high see some valid key of each block, [rows, CHUNK]."""
+    start = (first + tl.arange(0, CHUNK)) * BK
+    begin = tl.maximum(low[:, None], start[None, :])
+    end = tl.minimum(high[:, None], start[None, :] + BK)
+    seen = begin < end
+    if HAS_VALID:
+        row = BEFORE + batch * (k_len + 1)
+        seen = seen & (tl.load(row + end, mask=seen, other=0) > tl.load(row + begin, mask=seen, other=0))
+    return seen
+
+
+@triton.jit
+def pack_words(keep):
+    """bool [n, CHUNK] to int32 [n, CHUNK / 32]."""
+    n: tl.constexpr = keep.shape[0]
+    bits = tl.reshape(keep.to(tl.int32), [n, keep.shape[1] // WORD, WORD]) << tl.arange(0, WORD)[None, None, :]
+    return tl.sum(bits, 2)
+
+
+@triton.jit
+def select(
+    Q_MEANS, K_MEANS, FILLED, BEFORE,  # inputs; BEFORE: valid keys before each position [B, Nk + 1]
+    V_FINITE, Q_SIMILARITY, K_SIMILARITY, Q_PROTECTED, K_PROTECTED,
+    THRESHOLD, GAP, CDF, TOPK, THETA,  # settings per query head
+    BITS,  # output: int32 [BH, query blocks, words]
+    heads, kv_heads, q_len, k_len, q_blocks, k_blocks, words, offset, left, right, sinks, scale,
+    D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
+):  # fmt: skip
+    QUERY_BLOCKS: tl.constexpr = ROWS // Q_SUBS
+    SUB_ROWS: tl.constexpr = BQ // Q_SUBS
+    bh = tl.program_id(1)
+    head = bh % heads
+    batch = (bh // heads).to(tl.int64)
+    kv_row = batch * kv_heads + head // (heads // kv_heads)
+    wide = bh.to(tl.int64)
+
+    # This program's sub-rows, and the keys each may see.
+    sub_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    top = sub_row * SUB_ROWS
+    exists = top < q_len
+    bottom = tl.minimum(top + SUB_ROWS, q_len) - 1
+    low = tl.maximum(top + offset - left, 0).to(tl.int32)
+    high = tl.minimum(bottom + offset + right + 1, k_len).to(tl.int32)
+    high = tl.where(exists, high, 0)
+    d = tl.arange(0, DP)
+    at = wide * q_blocks * Q_SUBS + sub_row
+    real = (sub_row < q_blocks * Q_SUBS)[:, None] & (d < D)[None, :]
+    query = tl.load(Q_MEANS + at[:, None] * D + d[None, :], mask=real, other=0.0)
+    theta = tl.load(THETA + head) if JUDGE else 0.0
+
+    # First walk: total and largest weight, relative to the best sub-score so far.
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.zeros([ROWS], tl.float32)
+    visible = tl.zeros([ROWS], tl.int32)
+    begin = (tl.min(low, 0) // BK) // CHUNK * CHUNK
+    end = tl.cdiv(tl.max(high, 0), BK)
+    for first in range(begin, end, CHUNK):
+        judged = sees_block(low, high, first, BEFORE, batch, k_len, BK, CHUNK, HAS_VALID)
+        visible += tl.sum(judged.to(tl.int32), 1)
+        if JUDGE:
+            judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, kv_row, theta, CHUNK)[None, :]
+        weight = tl.zeros([ROWS, CHUNK], tl.float32)
+        for part in tl.static_range(K_SUBS // PART):
+            scores = sub_scores(
+                query, K_MEANS, FILLED, first, part * PART, k_blocks, k_len, batch, kv_row, scale,
+                D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+            )  # fmt: skip
+            here = tl.max(tl.where(judged, tl.max(scores, 1), float("-inf")), 1)
+            best_now = tl.maximum(best, here)
+            shift = tl.where(best_now == float("-inf"), 0.0, best_now)
+            shrink = tl.exp2(best - shift)
+            total, peak = total * shrink, peak * shrink
+            weight = weight * shrink[:, None] + tl.sum(tl.exp2(scores - shift[:, None, None]), 1)
+            best = best_now
+        weight = weight / filled_parts(FILLED, first, k_blocks, k_len, batch, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
+        weight = tl.where(judged, weight, 0.0)
+        total += tl.sum(weight, 1)
+        peak = tl.maximum(peak, tl.max(weight, 1))
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    # A sum that is not finite cannot be judged: everything the row sees is kept.
+    broken = ~(total < float("inf"))
+
+    # Cut-offs: a weight that is not below its cut-off is kept.
+    cut = peak
+    if USE_THRESHOLD:
+        # "exceeds": not below the next float up.
+        exceeds = (total * tl.load(THRESHOLD + head)).to(tl.int32, bitcast=True) + 1
+        cut = tl.minimum(cut, exceeds.to(tl.float32, bitcast=True))
+    if USE_GAP:
+        cut = tl.minimum(cut, peak * tl.exp2(-tl.load(GAP + head) * 1.4426950408889634))
+    if USE_CDF or USE_TOPK:
+        # Bit by bit: the largest cut whose mass exceeds the share (cdf), that leaves at least k blocks (top-k).
+        mass_cut = tl.zeros([ROWS], tl.int32)
+        count_cut = tl.zeros([ROWS], tl.int32)
+        share = tl.load(CDF + head) * total if USE_CDF else total
+        k = visible
+        if USE_TOPK:
+            k = tl.ceil(visible.to(tl.float64) * tl.load(TOPK + head) - 1e-6).to(tl.int32)
+            k = tl.maximum(k, 1)
+        for step in range(31):
+            digit = 1 << (30 - step)
+            mass = tl.zeros([ROWS], tl.float32)
+            count = tl.zeros([ROWS], tl.int32)
+            for first in range(begin, end, CHUNK):
+                judged = sees_block(low, high, first, BEFORE, batch, k_len, BK, CHUNK, HAS_VALID)
+                if JUDGE:
+                    judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, kv_row, theta, CHUNK)[None, :]
+                weight = block_weights(
+                    query, K_MEANS, FILLED, shift, first, k_blocks, k_len, batch, kv_row, scale,
+                    D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+                )  # fmt: skip
+                bits = weight.to(tl.int32, bitcast=True)
+                if USE_CDF:
+                    mass += tl.sum(tl.where(judged & (bits >= (mass_cut + digit)[:, None]), weight, 0.0), 1)
+                if USE_TOPK:
+                    count += tl.sum((judged & (bits >= (count_cut + digit)[:, None])).to(tl.int32), 1)
+            mass_cut = tl.where(mass > share, mass_cut + digit, mass_cut)
+            count_cut = tl.where(count >= k, count_cut + digit, count_cut)
+        if USE_CDF:
+            everything = tl.load(CDF + head) >= 1.0
+            # Everything at or above this cut is too much: the blocks that tie there are left out together.
+            cut = tl.minimum(cut, tl.where(everything, 0.0, (mass_cut + 1).to(tl.float32, bitcast=True)))
+        if USE_TOPK:
+            cut = tl.minimum(cut, count_cut.to(tl.float32, bitcast=True))
+
+    # Last walk: compare, let any sub-row claim the block, add what is always kept, pack.
+    query_block = tl.program_id(0) * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
+    block_top = query_block * BQ + offset
+    block_bottom = tl.minimum((query_block + 1) * BQ, q_len) - 1 + offset
+    row_kept = tl.zeros([QUERY_BLOCKS], tl.int1)
+    if JUDGE:
+        at = wide * q_blocks + query_block
+        row_kept = row_kept | ~(tl.load(Q_SIMILARITY + at, mask=query_block < q_blocks, other=1.0) >= theta)
+    if PROTECT:
+        row_kept = row_kept | (tl.load(Q_PROTECTED + query_block, mask=query_block < q_blocks, other=0) != 0)
+    for first in range(0, k_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        seen = sees_block(low, high, first, BEFORE, batch, k_len, BK, CHUNK, HAS_VALID)
+        judged = seen
+        inside = block < k_blocks
+        column_kept = (block < sinks) | (tl.load(V_FINITE + kv_row * k_blocks + block, mask=inside, other=1) == 0)
+        if JUDGE:
+            similar = similar_blocks(K_SIMILARITY, first, k_blocks, kv_row, theta, CHUNK)
+            judged = seen & similar[None, :]
+            column_kept = column_kept | ~similar
+        if PROTECT:
+            column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
+        weight = block_weights(
+            query, K_MEANS, FILLED, shift, first, k_blocks, k_len, batch, kv_row, scale,
+            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+        )  # fmt: skip
+        claimed = judged & (~(weight < cut[:, None]) | broken[:, None])
+        keep = tl.max(tl.reshape(claimed.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
+        visible_here = tl.max(tl.reshape(seen.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
+        keep = keep | column_kept[None, :] | row_kept[:, None]
+        if RIGHT_EDGE:
+            start = (block * BK)[None, :]
+            keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < start + BK))
+        packed = pack_words(keep & visible_here)
+        word = first // WORD + tl.arange(0, CHUNK // WORD)
+        place = (wide * q_blocks + query_block)[:, None] * words + word[None, :]
+        tl.store(BITS + place, packed, mask=(query_block < q_blocks)[:, None] & (word < words)[None, :])
+
+
+@triton.jit
+def expand(
+    BITS,  # input: int32 [BH, query blocks, words]
+    COUNTS, LISTS,  # outputs: [BH, rows], [BH, rows, key blocks], descending
+    q_blocks, k_blocks, words, first_row, rows, bits_batch, bits_head, heads,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0)."""
+    bh = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0)
+    BITS += (bh // heads) * bits_batch + (bh % heads) * bits_head + (first_row + row).to(tl.int64) * words
+    slot = bh * rows + row
+    count = 0
+    for first in range(0, k_blocks, TILE):
+        block = k_blocks - 1 - first - tl.arange(0, TILE)
+        word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)
+        kept = ((word >> (block % WORD)) & 1) & (block >= 0).to(tl.int32)
+        place = count + tl.cumsum(kept, 0) - 1
+        tl.store(LISTS + slot * k_blocks + place, block, mask=kept != 0)
+        count += tl.sum(kept, 0)
+    tl.store(COUNTS + slot, count)

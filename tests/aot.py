@@ -1,0 +1,70 @@
+"""Compiles the kernels a call would launch, for any NVIDIA architecture, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+SHARED_MEMORY_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB one program may use
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler says of one kernel."""
+
+    kernel: str
+    arch: int
+    shared_bytes: int
+    spill_bytes: int
+    registers: int
+    ptx: str
+
+
+def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[str, object], arch: int) -> Resources:
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    kwargs = {"debug": False, "sanitize_overflow": False, "instrumentation_mode": "", **kwargs}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    registers, spills = _assemble(compiled.asm["ptx"], arch)
+    return Resources(kernel.__name__, arch, compiled.metadata.shared, spills, registers, compiled.asm["ptx"])
+
+
+def _assemble(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers and spilled bytes, from ptxas."""
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(source) + ".o"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
+    return max(map(int, re.findall(r"Used (\d+) registers", report))), spills
+
+
+@contextmanager
+def recorded_launches(launches: list[tuple[JITFunction, tuple[object, ...], dict[str, object]]]) -> Iterator[None]:
+    """Kernel launches inside are noted, not run."""
+
+    def note(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        launches.append((self, args, kwargs))
+
+    original, JITFunction.run = JITFunction.run, note
+    try:
+        yield
+    finally:
+        JITFunction.run = original

@@ -1,0 +1,43 @@
+"""Set-up of every test: no AMX (some machines advertise it and cannot use it), hypothesis, poisoned memory."""
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch is imported
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("sparge", deadline=None, derandomize=True, max_examples=60, print_blob=False)
+settings.load_profile("sparge")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread():
+    """For many small problems: waiting for a second thread costs more than it brings, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Every freshly allocated tensor is full of NaN (or of a huge integer), so that memory nobody wrote shows."""
+
+    def poison(allocate):
+        def allocate_and_spoil(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            if x.is_floating_point():
+                return x.fill_(torch.nan)
+            return x if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max // 2)
+
+        return allocate_and_spoil
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import randn
+
+from sparge.quantization import (
+    hadamard_rotate,
+    quantize_keys,
+    quantize_queries,
+    quantize_values,
+    sixteen_bit,
+    to_int8,
+)
+
+BROKEN = [math.nan, math.inf, -math.inf]
+
+
+@given(st.integers(1, 256), st.integers(0, 99))
+def test_the_rotation_keeps_products_and_pads_to_a_power_of_two(dim, seed):
+    x, y = randn(seed, 5, dim), randn(seed + 1, 7, dim)
+    a, b = hadamard_rotate(x), hadamard_rotate(y)
+    assert a.shape[-1] >= dim
+    assert a.shape[-1].bit_count() == 1
+    assert a.shape[-1] < 2 * dim
+    torch.testing.assert_close(a @ b.T, x @ y.T, atol=1e-4, rtol=1e-5)
+
+
+def test_the_rotation_spreads_an_outlier_evenly():
+    spike = torch.zeros(1, 64)
+    spike[0, 17] = 8.0
+    assert hadamard_rotate(spike).abs().tolist() == [[1.0] * 64]
+
+
+def test_int8_rounds_to_the_nearest_of_255_steps():
+    x = randn(0, 50, 16)
+    amax = x.abs().amax(-1, keepdim=True)
+    integers, scale = to_int8(x, amax)
+    assert integers.dtype == torch.int8
+    assert integers.abs().amax(-1).tolist() == [127] * 50
+    assert integers.min() >= -127
+    assert ((integers * scale - x).abs() <= scale * 0.5001).all()
+
+
+def test_queries_have_one_scale_per_row():
+    query = randn(0, 2, 3, 70, 20) * torch.logspace(-3, 3, 70)[:, None]
+    integers, scale = quantize_queries(query)
+    assert integers.shape == (2, 3, 70, 32)
+    assert scale.shape == (2, 3, 70)
+    rotated = hadamard_rotate(query)
+    torch.testing.assert_close(scale, rotated.abs().amax(-1) / 127)
+    assert ((integers * scale[..., None] - rotated).abs() <= 0.5001 * scale[..., None]).all()
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_keys_have_one_scale_per_64(length):
+    key = randn(0, 2, 3, length, 16) * torch.logspace(-2, 2, length)[:, None]
+    integers, scale = quantize_keys(key)
+    rotated = hadamard_rotate(key)
+    assert scale.shape == (2, 3, -(-length // 64))
+    for group in range(scale.shape[-1]):
+        part = slice(64 * group, 64 * group + 64)
+        torch.testing.assert_close(scale[..., group], rotated[:, :, part].abs().amax((-2, -1)) / 127)
+        step = scale[..., group, None, None]
+        assert ((integers[:, :, part] * step - rotated[:, :, part]).abs() <= 0.5001 * step).all()
+
+
+def test_values_use_the_whole_range_of_e4m3_per_channel():
+    value = randn(0, 2, 3, 100, 16) * torch.logspace(-4, 4, 16)
+    quantized, scale = quantize_values(value)
+    assert quantized.dtype == torch.float8_e4m3fn
+    assert scale.shape == (2, 3, 16)
+    assert (quantized.float().abs().amax(2) == 448).all()
+    back = quantized.float() * scale[:, :, None]
+    allowed = value.abs() / 16 + scale[:, :, None] * 2**-9  # three mantissa bits; the smallest subnormal step
+    assert ((back - value).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("quantize", [quantize_queries, quantize_keys, quantize_values])
+def test_zeros_stay_zeros(quantize):
+    quantized, scale = quantize(torch.zeros(1, 1, 70, 16))
+    assert not quantized.float().any()
+    assert torch.isfinite(scale).all()
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_number_spoils_its_own_scale_and_no_other(broken):
+    x = randn(0, 2, 2, 200, 16)
+    x[1, 0, 130, 5] = broken
+
+    _, scale = quantize_queries(x)
+    want = torch.zeros(2, 2, 200, dtype=torch.bool)
+    want[1, 0, 130] = True
+    assert torch.equal(scale.isnan(), want)
+
+    _, scale = quantize_keys(x)
+    want = torch.zeros(2, 2, 4, dtype=torch.bool)
+    want[1, 0, 2] = True
+    assert torch.equal(scale.isnan(), want)
+
+    quantized, scale = quantize_values(x)
+    want = torch.zeros(2, 2, 16, dtype=torch.bool)
+    want[1, 0, 5] = True
+    assert torch.equal(scale.isnan(), want)
+    assert quantized.float().isfinite().all()
+
+
+def test_sixteen_bit_values_keep_their_format_and_float32_cannot_overflow():
+    assert sixteen_bit(torch.float16) == torch.float16
+    assert sixteen_bit(torch.bfloat16) == torch.bfloat16
+    assert sixteen_bit(torch.float32) == torch.bfloat16

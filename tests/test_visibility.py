@@ -1,0 +1,76 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import seen_pairs
+
+from sparge.inputs import visibility
+
+CPU = torch.device("cpu")
+sides = st.one_of(st.none(), st.just(-1), st.integers(0, 60))
+windows = st.one_of(st.none(), st.tuples(sides, sides))
+
+
+@st.composite
+def sights(draw):
+    """A Visibility and, pair by pair, what it must mean."""
+    q_len, k_len = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    is_causal, window = draw(st.booleans()), draw(windows)
+    valid = None
+    if draw(st.booleans()):
+        rows = st.lists(st.booleans(), min_size=k_len, max_size=k_len)
+        valid = torch.tensor(draw(st.lists(rows, min_size=2, max_size=2)))
+    return visibility(q_len, k_len, is_causal, window, CPU, valid), seen_pairs(q_len, k_len, is_causal, window, valid)
+
+
+@given(sights(), st.data())
+def test_pairs_of_any_range(sight_and_seen, data):
+    sight, seen = sight_and_seen
+    r0, k0 = data.draw(st.integers(0, sight.q_len - 1)), data.draw(st.integers(0, sight.k_len - 1))
+    r1, k1 = data.draw(st.integers(r0 + 1, sight.q_len)), data.draw(st.integers(k0 + 1, sight.k_len))
+    assert torch.equal(sight.pairs(range(r0, r1), range(k0, k1)), seen[:, None, r0:r1, k0:k1])
+
+
+def blocks_by_hand(seen, rows, keys):
+    q_blocks, k_blocks = -(-seen.shape[1] // rows), -(-seen.shape[2] // keys)
+    found = torch.zeros(len(seen), 1, q_blocks, k_blocks, dtype=torch.bool)
+    for i in range(q_blocks):
+        for j in range(k_blocks):
+            found[:, 0, i, j] = seen[:, i * rows : (i + 1) * rows, j * keys : (j + 1) * keys].flatten(1).any(1)
+    return found
+
+
+@given(sights(), st.integers(1, 40), st.integers(1, 40), st.data())
+def test_a_block_is_visible_where_a_pair_is(sight_and_seen, rows, keys, data):
+    sight, seen = sight_and_seen
+    want = blocks_by_hand(seen, rows, keys)
+    assert torch.equal(sight.blocks(rows, keys), want)
+    first = data.draw(st.integers(0, want.shape[2] - 1))
+    last = data.draw(st.integers(first + 1, want.shape[2] + 3))
+    assert torch.equal(sight.blocks(rows, keys, first, last), want[:, :, first:last])
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.integers(1, 40))
+def test_the_causal_right_edge_holds_each_rows_own_position(q_len, k_len, rows, keys):
+    own = seen_pairs(q_len, k_len, window=(0, 0))
+    found = visibility(q_len, k_len, True, None, CPU).right_edge(rows, keys)
+    assert torch.equal(found, blocks_by_hand(own, rows, keys)[0, 0])
+
+
+def test_causal_is_aligned_bottom_right():
+    sight = visibility(2, 5, True, None, CPU)
+    assert sight.pairs(range(2), range(5))[0, 0].tolist() == [[True] * 4 + [False], [True] * 5]
+    above = visibility(5, 2, True, None, CPU).pairs(range(5), range(2))[0, 0]
+    assert above.tolist() == [[False] * 2] * 3 + [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize("far", [10**6, 10**15])
+def test_windows_wider_than_any_sequence(far):
+    sight = visibility(7, 9, False, (far, far), CPU)
+    assert sight.pairs(range(7), range(9)).all()
+    assert sight.blocks(4, 4).all()
+
+
+def test_causal_and_window_both_apply():
+    sight = visibility(6, 6, True, (2, 3), CPU)
+    assert torch.equal(sight.pairs(range(6), range(6)), seen_pairs(6, 6, window=(2, 0))[:, None])
