@@ -16,6 +16,7 @@ types: $(VENV)/.dev
 
 tests: $(VENV)/.dev
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py -k triton  # GPU kernels, on the CPU
 
 demo: $(VENV)/.demo
 	$(BIN)/sparge demo

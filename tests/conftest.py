@@ -8,6 +8,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreter
+
+    interpreter.install()
+
 settings.register_profile("sparge", deadline=None, derandomize=True, max_examples=60, print_blob=False)
 settings.load_profile("sparge")
 
@@ -41,3 +46,12 @@ def poisoned(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="0/1", help="run every n-th test only, as in 2/8: machines with many cores")
+
+
+def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[part::parts]

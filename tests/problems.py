@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from sparge.stages import Output
 
 EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
 BY_NAME = {backend.name: backend for backend in BACKENDS}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, slowly
 
 
 def each_backend(*left_out: str):
@@ -71,6 +74,16 @@ def problem(
     return prepare_inputs(
         q, k, v, padding, is_causal=is_causal, scale=scale, enable_gqa=True, window=window, layout=layout
     )
+
+
+def on_its_device(backend: str, inputs: Inputs) -> Inputs:
+    """The same problem where the backend runs."""
+    if backend != "triton" or INTERPRETED:
+        return inputs
+    valid = inputs.visibility.key_valid
+    sight = replace(inputs.visibility, device=torch.device("cuda"), key_valid=None if valid is None else valid.cuda())
+    query, key, value = (x.cuda() for x in (inputs.query, inputs.key, inputs.value))
+    return replace(inputs, query=query, key=key, value=value, visibility=sight)
 
 
 def run(backend: str, inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Output:

@@ -14,9 +14,10 @@ CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?:\]\(|src=\")([^)#\"]+)")
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_code_blocks_run(document: Path) -> None:
-    torch.manual_seed(0)
+def test_code_blocks_run(document: Path, seed: int) -> None:
+    torch.manual_seed(seed)
     namespace: dict[str, object] = {}
     for number, block in enumerate(CODE.findall(document.read_text())):
         exec(compile(block, f"{document.name}, block {number}", "exec"), namespace)

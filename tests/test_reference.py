@@ -470,7 +470,7 @@ def test_stricter_settings_keep_fewer_blocks(seed, rule, is_causal):
         for value in (loose, strict)
     ]
     assert (masks[0] & masks[1]).equals(masks[1])
-    assert (masks[0].visible == masks[1].visible).all()
+    assert (masks[0].visible_bits == masks[1].visible_bits).all()
 
 
 @settings(max_examples=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 from sparge.backends import Choice, choose
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Window, check_packed, check_scale, prepare_inputs, restore
+from sparge.inputs import Inputs, Window, check_packed, check_scale, prepare_inputs, restore, visibility
+from sparge.library import traced_attention
 from sparge.stages import Output, Stats
 
 Result = Any  # the output, or a tuple: the output, then the LSE and the Stats if asked for
@@ -51,6 +53,9 @@ def attention(
     >>> out.shape, stats.visible.shape
     (torch.Size([1, 8, 1024, 64]), torch.Size([1, 8]))
     """
+    if _is_traced() and dropout_p == 0.0:
+        traced = traced_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, config, window, layout)
+        return _chosen(traced, return_lse, return_stats)
     inputs = prepare_inputs(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
     )
@@ -106,8 +111,9 @@ def predict_mask(
     BlockMask(batch=1, heads=4, 4 x 8 blocks of 128 x 64, sparsity 75.0%)
     """
     inputs = prepare_inputs(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, window, layout)
-    choice = choose(inputs, replace(_config(config), quantization="none"))  # number formats do not change the mask
-    return choice.backend.select(choice.backend.summarize(inputs, choice.config), choice.config)
+    with _exact_arithmetic(inputs):
+        choice = choose(inputs, replace(_config(config), quantization="none"))  # number formats do not change the mask
+        return choice.backend.select(choice.backend.summarize(inputs, choice.config), choice.config)
 
 
 def varlen_attention(
@@ -135,6 +141,7 @@ def varlen_attention(
     check_packed(query, key, value)
     config.check_heads(query.shape[1])
     check_scale(scale, query.shape[-1])
+    visibility(1, 1, is_causal, window, query.device)
     q_ends = _sequence_ends("cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_seqlen_q)
     k_ends = _sequence_ends("cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_seqlen_k)
     if len(q_ends) != len(k_ends):
@@ -142,7 +149,7 @@ def varlen_attention(
             f"cu_seqlens_q describes {len(q_ends) - 1} sequences but cu_seqlens_k {len(k_ends) - 1}; they must agree."
         )
     values = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
-    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, device=query.device)
+    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, dtype=torch.float32, device=query.device)
     per_sequence: list[Stats | None] = []
     for n in range(len(q_ends) - 1):
         rows, keys = slice(q_ends[n], q_ends[n + 1]), slice(k_ends[n], k_ends[n + 1])
@@ -179,11 +186,29 @@ class Run:
 
 
 def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Run:
-    choice = choose(inputs, config)
-    backend, config = choice.backend, choice.config
-    blocks = backend.summarize(inputs, config)
-    mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
-    return Run(inputs, choice, mask, backend.attend(blocks, mask, config))
+    if _is_traced():
+        raise RuntimeError("torch's tracers see only sparge.attention: call this function outside the traced code.")
+    with _exact_arithmetic(inputs):
+        choice = choose(inputs, config)
+        backend, config = choice.backend, choice.config
+        blocks = backend.summarize(inputs, config)
+        mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
+        return Run(inputs, choice, mask, backend.attend(blocks, mask, config))
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile, make_fx, export or jit.trace is recording: it must see one operator, not our memory."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _exact_arithmetic(inputs: Inputs) -> AbstractContextManager[Any]:
+    """Autocast would round the float32 arithmetic inside to 16 bits."""
+    kind = inputs.query.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _result(run: Run, return_lse: bool, return_stats: bool) -> Result:
@@ -193,6 +218,9 @@ def _result(run: Run, return_lse: bool, return_stats: bool) -> Result:
 
 def _chosen(results: tuple[Any, Any, Any], return_lse: bool, return_stats: bool) -> Result:
     """(values, lse, stats) cut to what was asked for."""
+    for name, asked in (("return_lse", return_lse), ("return_stats", return_stats)):
+        if not isinstance(asked, bool):
+            raise TypeError(f"{name} must be True or False, not {asked!r}.")
     wanted = [x for x, asked in zip(results, (True, return_lse, return_stats), strict=True) if asked]
     return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
@@ -209,9 +237,8 @@ def _visible_part(mask: BlockMask, inputs: Inputs) -> BlockMask:
         )
     if mask.bits.device != inputs.query.device:
         raise ValueError(f"mask is on {mask.bits.device} but query is on {inputs.query.device}; move it there.")
-    seen = inputs.visibility.blocks(*mask.block)
-    visible = BlockMask.from_dense(seen, q_len, k_len, mask.block, visible=seen)
-    return BlockMask(mask.bits & visible.bits, q_len, k_len, mask.block, visible.bits)
+    visible = BlockMask.all_visible(inputs.visibility, mask.block, *shape)
+    return BlockMask(mask.bits & visible.bits, q_len, k_len, mask.block, inputs.visibility)
 
 
 def _config(config: SparseConfig | None) -> SparseConfig:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge.config import BLOCK_KEYS, BLOCK_ROWS
+from sparge.visibility import Visibility
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -28,8 +29,9 @@ class BlockLists(NamedTuple):
 class BlockMask:
     """A block mask of `block` = (rows, keys) over a q_len x k_len attention matrix, per batch entry and query head.
 
-    The batch and head extents may be 1, to serve every batch entry or head. `visible` (same packing) says which blocks
-    the caller's causal order, window and padding leave visible; sparsity counts among those, or among all without it.
+    The batch and head extents may be 1, to serve every batch entry or head. `visible` says which blocks the caller's
+    causal order, window and padding leave visible, as bits or as the Visibility they follow from; sparsity counts
+    among those, or among all without it.
 
     >>> mask = BlockMask.from_dense(torch.eye(4, 8).bool(), q_len=512, k_len=512)
     >>> mask
@@ -42,13 +44,19 @@ class BlockMask:
     q_len: int
     k_len: int
     block: tuple[int, int]
-    visible: Tensor | None = None
+    visible: Tensor | Visibility | None = None
 
     def __post_init__(self) -> None:
         _check_block(self.block)
+        if not isinstance(self.bits, Tensor):
+            raise TypeError(f"bits must be an int32 tensor, not {type(self.bits).__name__}; see BlockMask.from_dense.")
+        if self.q_len < 1 or self.k_len < 1:
+            raise ValueError(f"q_len and k_len must be at least 1, not {self.q_len} and {self.k_len}.")
         want = (self.q_blocks, -(-self.k_blocks // WORD))
         for name, bits in (("bits", self.bits), ("visible", self.visible)):
-            if bits is not None and (bits.dtype != torch.int32 or bits.dim() != 4 or tuple(bits.shape[2:]) != want):
+            if isinstance(bits, Tensor) and (
+                bits.dtype != torch.int32 or bits.dim() != 4 or tuple(bits.shape[2:]) != want
+            ):
                 raise ValueError(
                     f"{name} must be int32 [B, H, {want[0]}, {want[1]}] for {self.q_len} x {self.k_len} tokens in "
                     f"{self.block[0]} x {self.block[1]} blocks, not {bits.dtype} {tuple(bits.shape)}."
@@ -62,7 +70,20 @@ class BlockMask:
     def k_blocks(self) -> int:
         return -(-self.k_len // self.block[1])
 
+    @property
+    def visible_bits(self) -> Tensor | None:
+        """The visible blocks, packed as `bits`; None: all."""
+        if isinstance(self.visible, Visibility):
+            return _pack(self.visible.blocks(*self.block))
+        return self.visible
+
     # ---- from and to other forms
+
+    @classmethod
+    def all_visible(cls, visibility: Visibility, block: tuple[int, int], batch: int, heads: int) -> BlockMask:
+        """Every block that holds a visible pair; stored once for all heads."""
+        bits = _pack(visibility.blocks(*block)).expand(batch, heads, -1, -1)
+        return cls(bits, visibility.q_len, visibility.k_len, block, visibility)
 
     @classmethod
     def from_dense(
@@ -71,18 +92,22 @@ class BlockMask:
         q_len: int,
         k_len: int,
         block: tuple[int, int] = (128, 64),
-        visible: Tensor | None = None,
+        visible: Tensor | Visibility | None = None,
     ) -> BlockMask:
         """From booleans [query blocks, key blocks], with up to two leading extents (batch, heads)."""
         _check_block(block)
+        if not isinstance(dense, Tensor):
+            raise TypeError(f"dense must be a bool tensor, not {type(dense).__name__}.")
         want = (-(-q_len // block[0]), -(-k_len // block[1]))
         for name, x in (("dense", dense), ("visible", visible)):
-            if x is not None and (x.dtype != torch.bool or x.dim() not in (2, 3, 4) or tuple(x.shape[-2:]) != want):
+            if isinstance(x, Tensor) and (
+                x.dtype != torch.bool or x.dim() not in (2, 3, 4) or tuple(x.shape[-2:]) != want
+            ):
                 raise ValueError(
                     f"{name} must be a bool tensor ending in [{want[0]}, {want[1]}] blocks for {q_len} x {k_len} "
                     f"tokens in {block[0]} x {block[1]} blocks, not {x.dtype} {tuple(x.shape)}."
                 )
-        return cls(_pack(dense), q_len, k_len, block, None if visible is None else _pack(visible))
+        return cls(_pack(dense), q_len, k_len, block, _pack(visible) if isinstance(visible, Tensor) else visible)
 
     @classmethod
     def from_lists(
@@ -90,6 +115,15 @@ class BlockMask:
     ) -> BlockMask:
         """From kept key blocks: the first counts[...] entries of indices[..., :] are kept; the rest is not read."""
         _check_block(block)
+        for name, x in (("counts", counts), ("indices", indices)):
+            if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+                raise TypeError(
+                    f"{name} must be an int32 or int64 tensor, not {getattr(x, 'dtype', type(x).__name__)}."
+                )
+        if indices.shape[-1] < 1 or indices.shape[:-1] != counts.shape:
+            raise ValueError(
+                f"indices must be counts' shape {tuple(counts.shape)} and one list each, not {tuple(indices.shape)}."
+            )
         k_blocks = -(-k_len // block[1])
         if (counts < 0).any() or (counts > indices.shape[-1]).any():
             low, high = int(counts.min()), int(counts.max())
@@ -149,21 +183,23 @@ class BlockMask:
     @property
     def kept_per_head(self) -> Tensor:
         """Kept (and, where known, visible) blocks, int64 [B, H]."""
-        bits = self.bits if self.visible is None else self.bits & self.visible
-        return _unpack(bits, self.k_blocks).sum((-2, -1))
+        visible = self.visible_bits
+        return _unpack(self.bits if visible is None else self.bits & visible, self.k_blocks).sum((-2, -1))
 
     @property
     def visible_per_head(self) -> Tensor:
         """Visible blocks, int64 [B, H]."""
-        shape = torch.broadcast_shapes(self.bits.shape[:2], (1, 1) if self.visible is None else self.visible.shape[:2])
-        if self.visible is None:
+        visible = self.visible_bits
+        shape = torch.broadcast_shapes(self.bits.shape[:2], (1, 1) if visible is None else visible.shape[:2])
+        if visible is None:
             return torch.full(shape, self.q_blocks * self.k_blocks, device=self.bits.device)
-        return _unpack(self.visible, self.k_blocks).sum((-2, -1)).expand(shape)
+        return _unpack(visible, self.k_blocks).sum((-2, -1)).expand(shape)
 
     @property
     def sparsity(self) -> Tensor:
         """Share of visible blocks that are skipped, a 0-d float32 tensor."""
-        return 1 - self.kept_per_head.sum().float() / self.visible_per_head.sum().clamp(min=1)
+        kept, visible = self.kept_per_head.sum(), self.visible_per_head.sum()
+        return (visible - kept).float() / visible.clamp(min=1)
 
     # ---- sets
 
@@ -176,16 +212,25 @@ class BlockMask:
         return self._combined(self.bits & other.bits, other)
 
     def _check_same_shape(self, other: BlockMask) -> None:
+        if not isinstance(other, BlockMask):
+            raise TypeError(f"a BlockMask combines with a BlockMask, not with {type(other).__name__}.")
+        extents = zip(self.bits.shape[:2], other.bits.shape[:2], strict=True)
+        if any(a != b and 1 not in (a, b) for a, b in extents) or self.bits.device != other.bits.device:
+            raise ValueError(f"masks of other batch, heads or device cannot be combined: {self!r} and {other!r}.")
         if (self.q_len, self.k_len, self.block) != (other.q_len, other.k_len, other.block):
             raise ValueError(f"masks of different shape cannot be combined: {self!r} and {other!r}.")
 
     def _combined(self, bits: Tensor, other: BlockMask) -> BlockMask:
-        both = self.visible is not None and other.visible is not None
-        visible = self.visible | other.visible if both else None  # type: ignore[operator]
+        visible: Tensor | Visibility | None = self.visible
+        if self.visible is not other.visible:
+            mine, theirs = self.visible_bits, other.visible_bits
+            visible = None if mine is None or theirs is None else mine | theirs
         return BlockMask(bits, self.q_len, self.k_len, self.block, visible)
 
     def equals(self, other: BlockMask) -> bool:
         """Whether both keep exactly the same blocks (waits for the device)."""
+        if not isinstance(other, BlockMask):
+            return False
         same_shape = (self.q_len, self.k_len, self.block) == (other.q_len, other.k_len, other.block)
         return same_shape and self.bits.shape == other.bits.shape and bool((self.bits == other.bits).all())
 
@@ -203,10 +248,12 @@ class BlockMask:
         ██··
         ███·
         """
-        dense = self.to_dense()[batch, head].float().cpu()
+        kept = self.to_dense()
+        dense = kept[min(batch, kept.shape[0] - 1), min(head, kept.shape[1] - 1)].float().cpu()
         seen = torch.ones_like(dense)
-        if self.visible is not None:
-            shown = self.visible[min(batch, self.visible.shape[0] - 1), min(head, self.visible.shape[1] - 1)]
+        visible = self.visible_bits
+        if visible is not None:
+            shown = visible[min(batch, visible.shape[0] - 1), min(head, visible.shape[1] - 1)]
             seen = _unpack(shown[None, None], self.k_blocks)[0, 0].float().cpu()
         columns = min(width, self.k_blocks)
         rows = min(-(-columns // 2), self.q_blocks) if self.k_blocks > width else self.q_blocks

@@ -64,11 +64,20 @@ def demo(
         sys.exit(f"sparge demo: {error}")
 
 
+def _version(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # some builds are packaged under another name
+        return "installed"
+
+
 def machine() -> dict[str, Any]:
     """Facts about this machine that decide what can run."""
     packages = {}
     for name in ("torch", "triton", "llvmlite", "transformers"):
-        packages[name] = metadata.version(name) if importlib.util.find_spec(name) else None
+        packages[name] = _version(name)
     gpus = [
         f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
         for i in range(torch.cuda.device_count())
@@ -88,6 +97,7 @@ def _run_demo(tokens: int, runs: int, output: Path) -> None:
     from sparge.evaluate.models import SMOLLM2_NAME, load_smollm2
 
     console = Console()
+    output.mkdir(parents=True, exist_ok=True)  # before the work, not after
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"loading {SMOLLM2_NAME}", total=None)
@@ -105,12 +115,11 @@ def _run_demo(tokens: int, runs: int, output: Path) -> None:
         sparse = reader.read(document, SparseConfig(), runs)
     result = demo.summary(document, dense, sparse)
     title = f"{SMOLLM2_NAME}, {tokens} tokens: {sparse.sparsity:.0%} of visible blocks skipped"
-    output.mkdir(parents=True, exist_ok=True)
+    console.print(_demo_table(result))
     demo.draw_masks(reader.recorder.masks(SparseConfig()), output / "masks.png", title)
     (output / "result.json").write_text(
         json.dumps({"model": SMOLLM2_NAME, **result, "machine": machine()}, indent=1) + "\n"
     )
-    console.print(_demo_table(result))
     console.print(f"Picture of the masks and these numbers: {output / 'masks.png'}, {output / 'result.json'}")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,6 +58,8 @@ class SparseConfig:
     sinks: int = 1
     protected: tuple[tuple[int, int | None], ...] = ()
 
+    encoded: ClassVar[str]  # the settings as JSON, set on each instance
+
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "rule", _rules(self.rule))
@@ -77,6 +81,7 @@ class SparseConfig:
         if not _is_int(self.sinks) or self.sinks < 0:
             raise ValueError(f"sinks must be a number of key blocks, 0 or more, not {self.sinks!r}.")
         put(self, "protected", _ranges(self.protected))
+        put(self, "encoded", json.dumps({field.name: getattr(self, field.name) for field in fields(self)}))
 
     def _refuse_unused(self, name: str) -> None:
         default = next(field.default for field in fields(self) if field.name == name)
@@ -114,7 +119,7 @@ class SparseConfig:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _rules(rule: object) -> tuple[str, ...]:
@@ -131,14 +136,14 @@ def _numbers(name: str, value: object, low: float, high: float, open_high: bool 
     values: tuple[Any, ...] = (value,) if single else tuple(value)  # type: ignore[arg-type]
     inside = f"from {low:g} to {'below ' if open_high else ''}{high:g}"
     for number in values:
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise TypeError(f"{name} must be a number {inside}, or one per query head, not {value!r}.")
-        if not low <= number <= high or (open_high and number == high):  # NaN fails every comparison
+        if not low <= float(number) <= high or (open_high and number == high):  # NaN fails every comparison
             raise ValueError(f"{name} must lie {inside}, not {number!r}.")
     if not values:
         raise ValueError(f"{name} must be a number or one per query head, not an empty sequence.")
-    numbers = tuple(float(number) for number in values)
-    return numbers[0] if single else numbers
+    floats = tuple(float(number) for number in values)
+    return floats[0] if single else floats
 
 
 def _pair(name: str, value: object, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparge.api import attention, predict_mask
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.inputs import visibility
 from sparge.stages import Stats
 
 CITIES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tallinn", "Adelaide")
@@ -180,9 +181,11 @@ def draw_masks(masks: dict[int, BlockMask], path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(
         len(masks), len(PICTURED_HEADS), figsize=(3 * len(PICTURED_HEADS), 3.1 * len(masks)), layout="constrained"
     )
+    first = next(iter(masks.values()))
+    prefill = visibility(first.q_len, first.k_len, True, None, first.bits.device)
     for row, (layer, mask) in enumerate(sorted(masks.items())):
         kept, sparsity = mask.to_dense()[0], 1 - mask.kept_per_head / mask.visible_per_head
-        visible = BlockMask(mask.visible, mask.q_len, mask.k_len, mask.block).to_dense()[0, 0]  # type: ignore[arg-type]
+        visible = prefill.blocks(*mask.block)[0, 0]
         for column, head in enumerate(PICTURED_HEADS):
             shade = torch.where(visible, torch.where(kept[head], 1.0, 0.22), 0.0)
             panel = axes[row][column]

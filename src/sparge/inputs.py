@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from sparge.visibility import UNBOUNDED, Visibility
 LAYOUTS = ("BHSD", "BSHD")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_SCALE = 1e30  # well inside float32
 
 Window = tuple[int | None, int | None]
 
@@ -68,11 +70,11 @@ def prepare_inputs(
         raise TypeError(f"enable_gqa must be True or False, not {enable_gqa!r}.")
     _check_shapes(query, key, value, enable_gqa)
     q_len, k_len = query.shape[2], key.shape[2]
-    key_valid = _key_padding(attn_mask, query.shape[0], query.shape[1], q_len, k_len, query.device)
+    key_valid = _key_padding(attn_mask, query.shape[0], k_len, query.device)
     return Inputs(
-        query=query.detach(),
-        key=key.detach(),
-        value=value.detach(),
+        query=query.detach().resolve_neg(),
+        key=key.detach().resolve_neg(),
+        value=value.detach().resolve_neg(),
         scale=check_scale(scale, query.shape[-1]),
         visibility=visibility(q_len, k_len, is_causal, window, query.device, key_valid),
         layout=layout,
@@ -105,7 +107,7 @@ def visibility(
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not abs(scale) <= MAX_SCALE:
         raise ValueError(f"scale must be a finite number or None (1 / sqrt(head_dim)), not {scale!r}.")
     return float(scale)
 
@@ -121,6 +123,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, shape_n
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name} must be an ordinary dense tensor, not {x.layout}: convert it first.")
         if x.dim() != rank:
             raise ValueError(f"{name} must have {rank} dimensions [{shape_name}], not shape {tuple(x.shape)}.")
         if x.dtype not in DTYPES:
@@ -129,6 +133,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, shape_n
             raise TypeError(f"{name} is {x.dtype} but query is {query.dtype}; give all three the same dtype.")
         if x.device != query.device:
             raise ValueError(f"{name} is on {x.device} but query is on {query.device}; move them to one device.")
+        if x.is_meta:
+            raise ValueError(f"{name} is on the meta device, which holds no data; give it a real one.")
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires grad, and sparge has no backward pass: call it under torch.no_grad(), "
@@ -162,9 +168,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise ValueError(f"query has {heads} heads and key has {kv_heads}: pass enable_gqa=True for grouped queries.")
 
 
-def _key_padding(
-    attn_mask: Tensor | None, batch: int, heads: int, q_len: int, k_len: int, device: torch.device
-) -> Tensor | None:
+def _key_padding(attn_mask: Tensor | None, batch: int, k_len: int, device: torch.device) -> Tensor | None:
     """A boolean mask that hides whole keys, as [B, Nk]."""
     if attn_mask is None:
         return None
@@ -191,11 +195,13 @@ def _window(window: Window | None) -> tuple[int, int]:
     if window is None:
         return UNBOUNDED, UNBOUNDED
     sides = tuple(window) if isinstance(window, (tuple, list)) else ()
-    if len(sides) != 2 or any(
-        side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1) for side in sides
-    ):
+    if len(sides) != 2 or not all(map(_is_side, sides)):
         raise ValueError(
             f"window must be (left, right), each a number of keys, or None (or -1) for no limit, not {window!r}."
         )
-    left, right = (UNBOUNDED if side in (None, -1) else min(side, UNBOUNDED) for side in sides)
+    left, right = (UNBOUNDED if side in (None, -1) else min(int(side), UNBOUNDED) for side in sides)
     return left, right
+
+
+def _is_side(side: object) -> bool:
+    return side is None or (isinstance(side, numbers.Integral) and not isinstance(side, bool) and int(side) >= -1)

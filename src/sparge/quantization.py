@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MIN_ROTATION = 32  # channels of the shortest product an 8-bit tensor core takes
 KEYS_PER_SCALE = 64  # on every backend, whatever the block size
 FP8_MAX = 448.0  # largest e4m3 value
 P_SCALE = 256.0  # probabilities are at most 1: 2^8 uses e4m3's range without overflow
@@ -21,7 +22,7 @@ P_SCALE = 256.0  # probabilities are at most 1: 2^8 uses e4m3's range without ov
 class Quantized:
     """Q, K and V as the attention kernel reads them."""
 
-    query: Tensor  # int8 [B, Hq, Nq, D rounded up to a power of two]
+    query: Tensor  # int8 [B, Hq, Nq, D rounded up to a power of two, at least 32]
     query_scale: Tensor  # float32 [B, Hq, Nq]
     key: Tensor  # int8, as query: smoothed keys
     key_scale: Tensor  # float32 [B, Hkv, ceil(Nk / 64)]
@@ -31,14 +32,14 @@ class Quantized:
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:
-    """x times the orthonormal Walsh-Hadamard matrix, channels zero-padded to a power of two.
+    """x times the orthonormal Walsh-Hadamard matrix, channels zero-padded to a power of two, at least 32.
 
     >>> x = torch.randn(3, 20)
     >>> torch.allclose(hadamard_rotate(x) @ hadamard_rotate(x).T, x @ x.T, atol=1e-4)
     True
     """
-    size = 1 << (x.shape[-1] - 1).bit_length()
-    matrix = torch.ones(1, 1, device=x.device)
+    size = max(MIN_ROTATION, 1 << (x.shape[-1] - 1).bit_length())
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
     return torch.nn.functional.pad(x.float(), (0, size - x.shape[-1])) @ (matrix / math.sqrt(size))

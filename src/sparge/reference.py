@@ -20,6 +20,7 @@ from sparge.stages import Blocks, Output
 
 GROUP = 64  # query rows that share one second-stage decision, on every backend
 SCORES_AT_ONCE = 1 << 18  # bounds the memory of selection
+ROWS_AT_ONCE = 1 << 12  # bounds the memory of summaries: token rows of all heads
 
 
 # ---- dense attention, the yardstick
@@ -84,20 +85,41 @@ def summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     )
 
 
-def _segment_sums(x: Tensor, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """float32 sums over segments of `size` tokens [B, H, segments, D], and how many tokens each holds."""
-    if valid is not None:
-        # Hidden keys may hold anything, NaN included. Head by head, so that no second copy of K is held.
-        heads = [_segment_sums(torch.where(valid[:, None, :, None], head[:, None], 0), size)[0] for head in x.unbind(1)]
-        return torch.cat(heads, 1), _segment_sums(valid[:, None, :, None].float(), size)[0]
+def _segment_sums(
+    x: Tensor, size: int, valid: Tensor | None = None, mean: Tensor | None = None, unit_rows: bool = False
+) -> tuple[Tensor, Tensor]:
+    """float32 sums over segments of `size` tokens [B, H, segments, D], and how many tokens each holds.
+
+    Of the valid rows only, minus `mean`, scaled to length one if asked. A few thousand tokens at a time, so that no
+    float32 copy of the whole tensor is held.
+    """
     length = x.shape[2]
-    whole = length // size
-    counts = torch.full((1, 1, -(-length // size), 1), float(size), device=x.device)
-    sums = x[:, :, : whole * size].unflatten(2, (whole, size)).sum(3, dtype=torch.float32)
-    if whole * size < length:
-        counts[:, :, whole:] = length - whole * size
-        sums = torch.cat((sums, x[:, :, whole * size :].sum(2, keepdim=True, dtype=torch.float32)), 2)
-    return sums, counts
+    step = max(1, ROWS_AT_ONCE // (x.shape[0] * x.shape[1] * size)) * size
+    sums = []
+    for start in range(0, length, step):
+        rows = x[:, :, start : start + step].float()
+        if mean is not None:
+            rows = rows - mean[:, :, None]
+        if valid is not None:  # hidden keys may hold anything, NaN included
+            rows = torch.where(valid[:, None, start : start + step, None], rows, 0.0)
+        if unit_rows:
+            norm = rows.norm(dim=-1, keepdim=True)
+            rows = torch.where(norm > 0, rows / norm, rows)
+        sums.append(_sum_segments(rows, size))
+    if valid is not None:
+        return torch.cat(sums, 2), _sum_segments(valid[:, None, :, None].float(), size)
+    counts = torch.full((1, 1, -(-length // size), 1), float(size), dtype=torch.float32, device=x.device)
+    if length % size:
+        counts[:, :, -1] = length % size
+    return torch.cat(sums, 2), counts
+
+
+def _sum_segments(rows: Tensor, size: int) -> Tensor:
+    whole = rows.shape[2] // size
+    sums: Tensor = rows[:, :, : whole * size].unflatten(2, (whole, size)).sum(3)
+    if whole * size < rows.shape[2]:
+        sums = torch.cat((sums, rows[:, :, whole * size :].sum(2, keepdim=True)), 2)
+    return sums
 
 
 def _whole_blocks(segments: Tensor, per_block: int) -> Tensor:
@@ -120,15 +142,8 @@ def self_similarity(x: Tensor, size: int, mean: Tensor | None = None, valid: Ten
 
     It is the squared norm of the mean normalised row, so no Gram matrix is needed. Zero rows stay zero.
     """
-    similarities = []
-    for head in range(x.shape[1]):
-        rows = x[:, head : head + 1].float()
-        if mean is not None:
-            rows = rows - mean[:, head : head + 1, None]
-        norm = rows.norm(dim=-1, keepdim=True)
-        sums, counts = _segment_sums(torch.where(norm > 0, rows / norm, rows), size, valid)
-        similarities.append((sums / counts.clamp(min=1)).square().sum(-1))
-    return torch.cat(similarities, 1)
+    sums, counts = _segment_sums(x, size, valid, mean, unit_rows=True)
+    return (sums / counts.clamp(min=1)).square().sum(-1)
 
 
 def _quantize(inputs: Inputs, key_mean: Tensor, mode: str) -> Quantized:
@@ -150,13 +165,12 @@ def _quantize(inputs: Inputs, key_mean: Tensor, mode: str) -> Quantized:
 
 
 def select(blocks: Blocks, config: SparseConfig) -> BlockMask:
-    inputs, (rows, keys) = blocks.inputs, config.block
-    visible = inputs.visibility.blocks(rows, keys)
+    sight = blocks.inputs.visibility
+    everything = BlockMask.all_visible(sight, config.block, *blocks.inputs.query.shape[:2])
     if config.keeps_everything:
-        keep = visible.expand(inputs.query.shape[0], inputs.query.shape[1], -1, -1)
-    else:
-        keep = _predicted(blocks, config) | _always_kept(blocks, config)
-    return BlockMask.from_dense(keep & visible, inputs.visibility.q_len, inputs.visibility.k_len, config.block, visible)
+        return everything
+    keep = _predicted(blocks, config) | _always_kept(blocks, config)
+    return everything & BlockMask.from_dense(keep, sight.q_len, sight.k_len, config.block, sight)
 
 
 def _predicted(blocks: Blocks, config: SparseConfig) -> Tensor:
@@ -251,9 +265,10 @@ class RowState:
         self.blocks, self.inputs, self.rows = blocks, blocks.inputs, rows
         batch, heads = self.inputs.query.shape[:2]
         device = self.inputs.query.device
-        self.maximum = torch.full((batch, heads, len(rows)), -torch.inf, device=device)
-        self.sum = torch.zeros(batch, heads, len(rows), device=device)
-        self.values = torch.zeros(batch, heads, len(rows), self.inputs.value.shape[-1], device=device)
+        shape, dtype = (batch, heads, len(rows)), torch.float32
+        self.maximum = torch.full(shape, -torch.inf, dtype=dtype, device=device)
+        self.sum = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, self.inputs.value.shape[-1], dtype=dtype, device=device)
         self.saw = torch.zeros(batch, heads, len(rows), dtype=torch.bool, device=device)
         self.skipped = torch.zeros(batch, heads, dtype=torch.int64, device=device)
         self.pv_threshold = None if config.pv_threshold is None else config.per_head("pv_threshold", heads, device)

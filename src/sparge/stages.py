@@ -66,8 +66,13 @@ class Stats:
 
     @property
     def sparsity(self) -> Tensor:
-        return 1 - self.executed.sum().float() / self.visible.sum().clamp(min=1)
+        return _skipped_share(self.executed.sum(), self.visible.sum())
 
     @property
     def sparsity_per_head(self) -> Tensor:
-        return 1 - self.executed.float() / self.visible.clamp(min=1)
+        return _skipped_share(self.executed, self.visible)
+
+
+def _skipped_share(executed: Tensor, visible: Tensor) -> Tensor:
+    """Where nothing is visible, nothing is skipped."""
+    return (visible - executed).float() / visible.clamp(min=1)

@@ -10,6 +10,7 @@ import torch
 from sparge import reference
 from sparge.backends.cpu.launch import CpuBackend
 from sparge.backends.gather import GatherBackend
+from sparge.backends.triton.launch import TritonBackend
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
@@ -38,7 +39,7 @@ class Backend(Protocol):
 
 
 class ReferenceBackend:
-    """The oracle as a backend: every mode on every device, at the cost of dense attention or more."""
+    """The oracle: every mode on every device, at the cost of dense attention or more."""
 
     name = "reference"
 
@@ -56,7 +57,7 @@ class ReferenceBackend:
     attend = staticmethod(reference.attend)
 
 
-BACKENDS: tuple[Backend, ...] = (CpuBackend(), GatherBackend(), ReferenceBackend())
+BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), GatherBackend(), ReferenceBackend())
 
 
 @dataclass(frozen=True)

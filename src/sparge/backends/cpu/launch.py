@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import threading
@@ -20,21 +21,23 @@ LOG2_E = math.log2(math.e)
 
 
 class CpuBackend:
-    """Summaries and selection are the reference's own (already batched torch); attention is a compiled kernel."""
+    """Compiled for this CPU at first use; skips blocks in both stages, on every core."""
 
     name = "cpu"
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("llvmlite") is None:
             return "needs llvmlite: pip install 'sparge[cpu]'"
-        return None
+        return _broken_llvmlite()
 
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
         if inputs.query.device.type != "cpu":
             return f"tensors are on {inputs.query.device.type}"
         if config.quantization not in ("auto", "none"):
             return f"computes in floating point only, not {config.quantization}"
-        return None
+        from sparge.backends.cpu import _attend as kernel
+
+        return kernel.missing_features(_dtype_name(inputs.query))
 
     def default_quantization(self, device: torch.device) -> str:
         return "none"
@@ -54,15 +57,16 @@ class CpuBackend:
             value_dim=value.shape[-1],
             block_q=mask.block[0],
             block_k=mask.block[1],
-            dtype=str(query.dtype).removeprefix("torch."),
+            dtype=_dtype_name(query),
             second_stage=config.pv_threshold is not None,
         )
         tensors = {"query": query, "key": key, "value": value, "output": output}
-        tensors |= {name: torch.empty(batch, heads, q_len) for name in ("row_max", "row_sum")}
+        new = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
+        tensors |= {name: new(batch, heads, q_len) for name in ("row_max", "row_sum")}
         tensors |= _work_list(mask, batch, heads)
-        tensors["skipped"] = torch.zeros(batch * heads * mask.q_blocks, dtype=torch.int64)
+        tensors["skipped"] = torch.zeros(batch * heads * mask.q_blocks, dtype=torch.int64, device="cpu")
         tensors["v_finite"] = blocks.v_finite.contiguous()
-        tensors["counter"] = torch.zeros(1, dtype=torch.int64)
+        tensors["counter"] = torch.zeros(1, dtype=torch.int64, device="cpu")
         if sight.key_valid is not None:
             tensors["key_valid"] = sight.key_valid.contiguous()
         if config.pv_threshold is not None:
@@ -83,11 +87,27 @@ class CpuBackend:
             for name, stride in zip(("batch", "head", "row"), x.stride(), strict=False):
                 integers[f"{prefix}_{name}"] = stride
         threads = max(1, min(torch.get_num_threads(), integers["work_items"]))
-        scratch = torch.empty(threads, kernel.scratch_floats(shape))
+        scratch = new(threads, kernel.scratch_floats(shape))
         calls = [kernel.bind(shape, tensors | {"scratch": own}, integers, inputs.scale * LOG2_E) for own in scratch]
         _run_at_once(calls)
         lse = (tensors["row_max"] + tensors["row_sum"].log2()) / LOG2_E
         return Output(output, lse, tensors["skipped"].view(batch, heads, -1).sum(-1))
+
+
+@functools.cache
+def _broken_llvmlite() -> str | None:
+    """An llvmlite that is there but cannot be used is passed over, not an error inside attention."""
+    try:
+        from sparge.backends.cpu import _attend as kernel
+
+        kernel.compiled(kernel.Shape(16, 16, 64, 32, "float32", False))
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        return f"llvmlite does not work here ({type(error).__name__}: {error})"
+    return None
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -106,10 +126,17 @@ def _work_list(mask: BlockMask, batch: int, heads: int) -> dict[str, Tensor]:
 
 
 def _run_at_once(calls: list[Callable[[], None]]) -> None:
-    """One thread per call, the caller's own among them; the kernel releases the interpreter lock."""
-    helpers = [threading.Thread(target=call) for call in calls[1:]]
-    for helper in helpers:
-        helper.start()
-    calls[0]()
-    for helper in helpers:
-        helper.join()
+    """One thread per call, the caller's own among them; the kernel releases the interpreter lock.
+
+    Returns, or raises, only when no thread writes any more.
+    """
+    started: list[threading.Thread] = []
+    try:
+        for call in calls[1:]:
+            helper = threading.Thread(target=call)
+            helper.start()
+            started.append(helper)
+        calls[0]()
+    finally:
+        for helper in started:
+            helper.join()

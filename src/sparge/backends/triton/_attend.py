@@ -30,11 +30,13 @@ def visible_pairs(rows, key, column, q_len, k_len, offset, left, right, VALID, H
 
 
 @triton.jit
-def add_visible_values(acc, p, seen, V, key, v_row, v_dim, DV: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr):
+def add_visible_values(
+    acc, p, seen, V, key, k_len, v_row, v_dim, DV: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
     """acc + p @ v one key at a time, for the rare block whose values are not all finite: hidden pairs add nothing."""
     dv = tl.arange(0, DVP)
     column = tl.arange(0, BK)
-    for n in range(BK):
+    for n in range(tl.minimum(BK, k_len - key)):
         here = column == n
         weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
         sees = tl.sum((here[None, :] & seen).to(tl.int32), 1) > 0
@@ -44,54 +46,99 @@ def add_visible_values(acc, p, seen, V, key, v_row, v_dim, DV: tl.constexpr, DVP
 
 
 @triton.jit
-def scaled_scores(q, k, q_scale, K_SCALE, first_key, keys, FORMAT: tl.constexpr):
-    """Scores of one tile, in base 2."""
+def products(
+    q, K, K_SCALE, q_scale, key, k_len, k_row, k_dim,
+    D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Raw products of a tile with KEYS keys, and the factor of each row.
+
+    Integer sums are below 2^22, so 1.5 * 2^23 + sum is exact in float32 and has the sum in its low bits: starting the
+    sum at that number's bit pattern saves the conversion, and the subtraction joins the scaling in one fused operation.
+    """
+    d, column = tl.arange(0, DP), tl.arange(0, KEYS)
+    place = K + key.to(tl.int64) * k_row + column[None, :] * k_row + d[:, None] * k_dim
     if FORMAT == 0:
-        scores = tl.dot(q, k, input_precision="ieee") * q_scale[:, None]
-    else:
-        # Integer sums are below 2^22, so 1.5 * 2^23 + sum is exact in float32 and has the sum in its low bits:
-        # starting the sum at that number's bit pattern turns the conversion to float into a subtraction.
-        start = tl.full([q.shape[0], k.shape[1]], MAGIC_BITS, tl.int32)
-        magic = tl.dot(q, k, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-        if keys.shape[0] <= 64:
-            scale = q_scale[:, None] * tl.load(K_SCALE + first_key // 64)
+        if MASK:
+            k = tl.load(place, mask=(key + column < k_len)[None, :] & (d < D)[:, None], other=0.0)
         else:
-            scale = q_scale[:, None] * tl.load(K_SCALE + keys // 64)[None, :]
-        scores = (magic - MAGIC) * scale
-    return scores
+            k = tl.load(place) if D == DP else tl.load(place, mask=(d < D)[:, None], other=0.0)
+        raw = tl.dot(q, k, input_precision="ieee")
+        factor = q_scale
+    else:
+        k = tl.load(place)
+        start = tl.full([q.shape[0], KEYS], MAGIC_BITS, tl.int32)
+        raw = tl.dot(q, k, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+        factor = q_scale * tl.load(K_SCALE + key // 64)
+    return raw, factor
 
 
 @triton.jit
-def attend_block(
-    acc, total, best, saw, skipped, q, q_scale, block, second_block, rows,
+def add_values(
+    acc, p, V, VALID, key, k_len, v_row, v_dim,
+    DV: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr,
+    FORMAT: tl.constexpr, MASK: tl.constexpr, HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """acc + p @ v for KEYS keys."""
+    dv, column = tl.arange(0, DVP), tl.arange(0, KEYS)
+    if FORMAT == 2:
+        p8 = p.to(tl.float8e4nv)
+        # Relabels tokens inside each sixteen, as V is stored; no data moves between threads.
+        p8 = tl.reshape(
+            tl.permute(tl.reshape(p8, [p.shape[0], KEYS // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [p.shape[0], KEYS]
+        )
+        v = tl.load(V + key + dv[:, None].to(tl.int64) * v_row + column[None, :])
+        acc += tl.dot(p8, tl.trans(v))
+    else:
+        place = V + key.to(tl.int64) * v_row + column[:, None] * v_row + dv[None, :] * v_dim
+        if MASK:
+            real = key + column < k_len
+            if HAS_VALID:
+                real = real & (tl.load(VALID + key + column, mask=real, other=0) != 0)
+            v = tl.load(place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
+        else:
+            v = tl.load(place) if DV == DVP else tl.load(place, mask=(dv < DV)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def lane_sums(p):
+    """Sums of every eighth column, [rows, 8]: what one thread of a tensor-core tile holds, so nothing is exchanged."""
+    return tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
+def attend_keys(
+    acc, total, best, saw, skipped, q, q_scale, key, second_key, block, rows,
     K, V, K_SCALE, V_FINITE, VALID, lam,
     q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    MASK: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, CAREFUL: tl.constexpr, PAIR: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr,
+    MASK: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, CAREFUL: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold one key block, or two, into the running (acc, total, best)."""
+    """Fold KEYS keys from `key`, and as many from `second_key` (UNITS 2), into the running (acc, total, best)."""
     BM: tl.constexpr = q.shape[0]
-    BN: tl.constexpr = BK * PAIR
-    d, dv, column = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, BN)
-    if PAIR == 2:
-        keys = tl.where(column < BK, block * BK, (second_block - 1) * BK) + column
-    else:
-        keys = block * BK + column
-    at = keys.to(tl.int64)
-    if FORMAT == 0:
-        k_place = K + at[None, :] * k_row + d[:, None] * k_dim
-        if MASK:
-            k = tl.load(k_place, mask=(keys < k_len)[None, :] & (d < D)[:, None], other=0.0)
-        else:
-            k = tl.load(k_place) if D == DP else tl.load(k_place, mask=(d < D)[:, None], other=0.0)
-    else:
-        k = tl.load(K + at[None, :] * k_row + d[:, None])
-    s = scaled_scores(q, k, q_scale, K_SCALE, block * BK, keys, FORMAT)
+    column = tl.arange(0, KEYS)
+    bias: tl.constexpr = 0.0 if FORMAT == 0 else MAGIC
+    peak: tl.constexpr = P_SHIFT if FORMAT == 2 else 0.0
+    raw, factor = products(q, K, K_SCALE, q_scale, key, k_len, k_row, k_dim, D, DP, KEYS, FORMAT, MASK)
+    if UNITS == 2:
+        raw_2, factor_2 = products(q, K, K_SCALE, q_scale, second_key, k_len, k_row, k_dim, D, DP, KEYS, FORMAT, MASK)
     if MASK:
-        seen, sees = visible_pairs(rows, block * BK, column, q_len, k_len, offset, left, right, VALID, HAS_VALID)
-        s = tl.where(seen, s, float("-inf"))
+        seen, sees = visible_pairs(rows, key, column, q_len, k_len, offset, left, right, VALID, HAS_VALID)
+        raw = tl.where(seen, raw, float("-inf"))
+        local = tl.where(sees, (tl.max(raw, 1) - bias) * factor, float("-inf"))
+        if UNITS == 2:
+            seen_2, sees_2 = visible_pairs(
+                rows, second_key, column, q_len, k_len, offset, left, right, VALID, HAS_VALID
+            )
+            raw_2 = tl.where(seen_2, raw_2, float("-inf"))
+            local = tl.maximum(local, tl.where(sees_2, (tl.max(raw_2, 1) - bias) * factor_2, float("-inf")))
+            sees = sees | sees_2
         saw = saw | sees.to(tl.int32)
-    local = tl.max(s, 1)
+    else:
+        local = (tl.max(raw, 1) - bias) * factor
+        if UNITS == 2:
+            local = tl.maximum(local, (tl.max(raw_2, 1) - bias) * factor_2)
     best_now = tl.maximum(best, local)
     shift = best_now
     if MASK:
@@ -99,9 +146,10 @@ def attend_block(
     wanted = True
     if SECOND:
         # NaN differences (infinite scores, or none but -inf so far) and values that are not finite are always wanted.
-        near = ~(local - best_now < lam)
-        undefined = tl.max((s != s).to(tl.int32), 1) != 0
-        ask = near | undefined
+        undefined = tl.max((raw != raw).to(tl.int32), 1)
+        if UNITS == 2:
+            undefined = undefined | tl.max((raw_2 != raw_2).to(tl.int32), 1)
+        ask = ~(local - best_now < lam) | (undefined != 0) | (factor != factor)
         group_sees = tl.full([BM // GROUP], 1, tl.int32)
         if MASK:
             ask = ask & sees
@@ -110,42 +158,44 @@ def attend_block(
         group_wants = group_wants | (tl.load(V_FINITE + block) == 0).to(tl.int32)
         skipped += tl.sum((1 - group_wants) * group_sees, 0)
         row_wants = tl.reshape(tl.broadcast_to(group_wants[:, None], [BM // GROUP, GROUP]), [BM]) != 0
-        s = tl.where(row_wants[:, None], s, float("-inf"))
         wanted = tl.max(group_wants, 0) != 0
     if wanted:
         alpha = tl.exp2(best - shift)
-        if FORMAT == 2:
-            p = tl.exp2(s - (shift - P_SHIFT)[:, None])
-        else:
-            p = tl.exp2(s - shift[:, None])
-        total = total * alpha + tl.sum(p, 1)
+        p = tl.exp2(raw * factor[:, None] - (shift + factor * bias - peak)[:, None])
+        if MASK:
+            p = tl.where(seen, p, 0.0)  # a row whose factor is zero has made NaN of what it does not see
+        if SECOND:
+            p = tl.where(row_wants[:, None], p, 0.0)
+        total = total * alpha[:, None] + lane_sums(p)
         acc = acc * alpha[:, None]
-        if FORMAT == 2:
-            p8 = p.to(tl.float8e4nv)
-            # Relabels tokens inside each sixteen, as V is stored; no data moves between threads.
-            p8 = tl.reshape(tl.permute(tl.reshape(p8, [BM, BN // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [BM, BN])
-            v = tl.load(V + dv[:, None].to(tl.int64) * v_row + at[None, :])
-            acc += tl.dot(p8, tl.trans(v))
-        else:
-            v_place = V + at[:, None] * v_row + dv[None, :] * v_dim
+        if UNITS == 2:
+            p_2 = tl.exp2(raw_2 * factor_2[:, None] - (shift + factor_2 * bias - peak)[:, None])
             if MASK:
-                real = keys < k_len
-                if HAS_VALID:
-                    real = real & (tl.load(VALID + keys, mask=real, other=0) != 0)
-                if CAREFUL:
-                    if tl.load(V_FINITE + block) == 0:
-                        if SECOND:
-                            seen = seen & row_wants[:, None]
-                        acc = add_visible_values(acc, p, seen, V, block * BK, v_row, v_dim, DV, DVP, BK)
-                    else:
-                        v = tl.load(v_place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
-                        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-                else:
-                    v = tl.load(v_place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
-                    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                p_2 = tl.where(seen_2, p_2, 0.0)
+            if SECOND:
+                p_2 = tl.where(row_wants[:, None], p_2, 0.0)
+            total += lane_sums(p_2)
+        if CAREFUL:
+            if tl.load(V_FINITE + block) == 0:
+                if SECOND:
+                    seen = seen & row_wants[:, None]
+                acc = add_visible_values(acc, p, seen, V, key, k_len, v_row, v_dim, DV, DVP, KEYS)
+                if UNITS == 2:
+                    if SECOND:
+                        seen_2 = seen_2 & row_wants[:, None]
+                    acc = add_visible_values(acc, p_2, seen_2, V, second_key, k_len, v_row, v_dim, DV, DVP, KEYS)
             else:
-                v = tl.load(v_place) if DV == DVP else tl.load(v_place, mask=(dv < DV)[None, :], other=0.0)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID)
+                if UNITS == 2:
+                    acc = add_values(
+                        acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID
+                    )
+        else:
+            acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID)
+            if UNITS == 2:
+                acc = add_values(
+                    acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID
+                )
         best = best_now
     return acc, total, best, saw, skipped
 
@@ -198,7 +248,7 @@ def attend(
         q = tl.load(Q + at[:, None] * q_row + d[None, :] * q_dim, mask=real[:, None] & (d < D)[None, :], other=0.0)
         q_scale = tl.zeros([BM], tl.float32) + scale
     else:
-        q = tl.load(Q + at[:, None] * q_row + d[None, :], mask=real[:, None], other=0)
+        q = tl.load(Q + at[:, None] * q_row + d[None, :] * q_dim, mask=real[:, None], other=0)
         q_scale = tl.load(Q_SCALE + wide * q_len + at, mask=real, other=0.0) * scale
         K_SCALE += (batch * (heads // group_size) + kv_head) * (padded // 64)
     V_FINITE += (batch * (heads // group_size) + kv_head) * k_blocks
@@ -207,7 +257,7 @@ def attend(
     lam = tl.load(LAMBDA + head) * 1.4426950408889634 if SECOND else 0.0
 
     acc = tl.zeros([BM, DVP], tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    total = tl.zeros([BM, 8], tl.float32)
     best = tl.full([BM], float("-inf"), tl.float32)
     saw = tl.zeros([BM], tl.int32)
     skipped = 0
@@ -216,7 +266,7 @@ def attend(
     masked = count
     if not MASK_ALL:
         # Blocks past this one hold a key that the tile's first row, or any row, cannot see.
-        last_free = tl.minimum(k_len, first_row + offset + right + 1) // BK
+        last_free = tl.maximum(tl.minimum(k_len, first_row + offset + right + 1), 0) // BK
         lead = tl.arange(0, LEADING)
         masked = tl.sum((tl.load(LISTS + lead, mask=lead < count, other=-1) >= last_free).to(tl.int32), 0)
         masked = tl.where(first_row + BM > q_len, count, masked)
@@ -224,24 +274,29 @@ def attend(
     if CAREFUL:
         if not holds_broken_values(LISTS, V_FINITE, masked):
             return
+    # A block of 128 keys has two key scales: it is always taken as two units of 64.
+    KEYS: tl.constexpr = 64 if BK > 64 else BK
+    HALVES: tl.constexpr = BK // KEYS
     for n in range(masked):
         block = tl.load(LISTS + n)
-        acc, total, best, saw, skipped = attend_block(
-            acc, total, best, saw, skipped, q, q_scale, block, block, rows, K, V, K_SCALE, V_FINITE, VALID, lam,
+        acc, total, best, saw, skipped = attend_keys(
+            acc, total, best, saw, skipped, q, q_scale, block * BK, block * BK + (HALVES - 1) * KEYS, block, rows,
+            K, V, K_SCALE, V_FINITE, VALID, lam,
             q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
-            D, DV, DP, DVP, BK, FORMAT, True, HAS_VALID, SECOND, CAREFUL, 1,
+            D, DV, DP, DVP, KEYS, FORMAT, True, HAS_VALID, SECOND, CAREFUL, HALVES,
         )  # fmt: skip
     if not MASK_ALL:
         for n in range(masked, count, PAIR):
             block = tl.load(LISTS + n)
-            second_block = tl.load(LISTS + n + PAIR - 1)
-            acc, total, best, saw, skipped = attend_block(
-                acc, total, best, saw, skipped, q, q_scale, block, second_block, rows,
+            second_key = tl.load(LISTS + n + 1) * BK if PAIR == 2 else block * BK + (HALVES - 1) * KEYS
+            acc, total, best, saw, skipped = attend_keys(
+                acc, total, best, saw, skipped, q, q_scale, block * BK, second_key, block, rows,
                 K, V, K_SCALE, V_FINITE, VALID, lam,
                 q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
-                D, DV, DP, DVP, BK, FORMAT, False, HAS_VALID, SECOND, CAREFUL, PAIR,
+                D, DV, DP, DVP, KEYS, FORMAT, False, HAS_VALID, SECOND, False, PAIR * HALVES,
             )  # fmt: skip
         saw = saw | (count > masked).to(tl.int32)
+    total = tl.sum(total, 1)
     # A row that saw only scores of -inf divides zero by zero: NaN, as dense attention gives.
     empty = saw == 0
     out = acc / tl.where(empty, 1.0, total)[:, None]

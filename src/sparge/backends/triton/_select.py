@@ -17,22 +17,25 @@ WORD = tl.constexpr(32)
 
 @triton.jit
 def sub_scores(
-    query, K_MEANS, FILLED, first, sub, blocks, k_len, batch, kv_row, scale,
+    query, K_MEANS, FILLED, first, sub, blocks, k_len, batch, kv_row,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):  # fmt: skip
-    """Scores of PART sub-blocks of each block, [rows, PART, CHUNK] in base 2; -inf where a sub-block holds no key."""
+    """Unscaled scores of PART sub-blocks of each block, [rows, PART, CHUNK]; -inf where a sub-block holds no key."""
     n = tl.arange(0, PART * CHUNK)
     block, which = first + n % CHUNK, sub + n // CHUNK
     d = tl.arange(0, DP)
     inside = block < blocks
-    at = (kv_row * K_SUBS + which) * blocks + block
-    means = tl.load(K_MEANS + at[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+    base = K_MEANS + (kv_row * K_SUBS * blocks + first) * D
+    at = (which * blocks + n % CHUNK) * D
+    means = tl.load(base + at[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
     if HAS_VALID:
         filled = tl.load(FILLED + (batch * K_SUBS + which) * blocks + block, mask=inside, other=0) != 0
     else:
         filled = block * BK + which * (BK // K_SUBS) < k_len
-    scores = tl.where(filled[None, :], tl.dot(query, means) * scale, float("-inf"))
+    scores = tl.dot(query, means)
+    if HAS_VALID or (first + CHUNK) * BK > k_len:
+        scores = tl.where(filled[None, :], scores, float("-inf"))
     return tl.reshape(scores, [query.shape[0], PART, CHUNK])
 
 
@@ -63,10 +66,10 @@ def block_weights(
     total = tl.zeros([query.shape[0], CHUNK], tl.float32)
     for part in tl.static_range(K_SUBS // PART):
         scores = sub_scores(
-            query, K_MEANS, FILLED, first, part * PART, blocks, k_len, batch, kv_row, scale,
+            query, K_MEANS, FILLED, first, part * PART, blocks, k_len, batch, kv_row,
             D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
         )  # fmt: skip
-        total += tl.sum(tl.exp2(scores - shift[:, None, None]), 1)
+        total += tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
     return total / filled_parts(FILLED, first, blocks, k_len, batch, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
 
 
@@ -148,15 +151,15 @@ def select(
         weight = tl.zeros([ROWS, CHUNK], tl.float32)
         for part in tl.static_range(K_SUBS // PART):
             scores = sub_scores(
-                query, K_MEANS, FILLED, first, part * PART, k_blocks, k_len, batch, kv_row, scale,
+                query, K_MEANS, FILLED, first, part * PART, k_blocks, k_len, batch, kv_row,
                 D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
             )  # fmt: skip
-            here = tl.max(tl.where(judged, tl.max(scores, 1), float("-inf")), 1)
+            here = tl.max(tl.where(judged, tl.max(scores, 1), float("-inf")), 1) * scale
             best_now = tl.maximum(best, here)
             shift = tl.where(best_now == float("-inf"), 0.0, best_now)
             shrink = tl.exp2(best - shift)
             total, peak = total * shrink, peak * shrink
-            weight = weight * shrink[:, None] + tl.sum(tl.exp2(scores - shift[:, None, None]), 1)
+            weight = weight * shrink[:, None] + tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
             best = best_now
         weight = weight / filled_parts(FILLED, first, k_blocks, k_len, batch, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
         weight = tl.where(judged, weight, 0.0)

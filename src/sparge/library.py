@@ -1,0 +1,94 @@
+"""`sparge::attention` as one torch operator, so that torch.compile(fullgraph=True) sees a single call.
+
+The operator takes plain values (the config as JSON) and runs the ordinary pipeline; its fake kernel only knows shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.config import SparseConfig
+from sparge.inputs import Window
+from sparge.stages import Stats
+
+NO_LIMIT = -1
+
+
+@functools.lru_cache(maxsize=256)
+def _decode(config: str) -> SparseConfig:
+    return SparseConfig(**json.loads(config))
+
+
+@torch.library.custom_op("sparge::attention", mutates_args=())
+def attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    left: int,
+    right: int,
+    layout: str,
+    config: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, LSE, executed, visible, skipped_pv."""
+    from sparge.api import attention
+
+    output, lse, stats = attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
+        config=_decode(config), window=(left, right), layout=layout, return_lse=True, return_stats=True,
+    )  # fmt: skip
+    return output, lse, stats.executed.clone(), stats.visible.clone(), stats.skipped_pv
+
+
+@attention_op.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    left: int,
+    right: int,
+    layout: str,
+    config: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, first, second, _ = query.shape
+    heads, length = (first, second) if layout == "BHSD" else (second, first)
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    lse = query.new_empty(batch, heads, length, dtype=torch.float32)
+    counts = [query.new_empty(batch, heads, dtype=torch.int64) for _ in range(3)]
+    return output, lse, counts[0], counts[1], counts[2]
+
+
+def traced_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    config: SparseConfig | None,
+    window: Window | None,
+    layout: str,
+) -> tuple[Tensor, Tensor, Stats]:
+    """What `attention` does while torch.compile traces it."""
+    sides = (NO_LIMIT, NO_LIMIT) if window is None else window
+    left, right = (NO_LIMIT if side is None else side for side in sides)
+    encoded = "{}" if config is None else config.encoded
+    results: Any = attention_op(
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, left, right, layout, encoded
+    )
+    output, lse, executed, visible, skipped_pv = results
+    unknown = "chosen when the compiled code runs"
+    return output, lse, Stats(executed, visible, skipped_pv, unknown, unknown, unknown)
