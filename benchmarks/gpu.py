@@ -132,7 +132,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row.tokens:6d} D{row.head_dim:<3d} {'causal' if row.causal else 'full  '} {row.sparsity:4.0%} "
-            f"{row.quantization:8s} cuDNN {row.cudnn_ms:7.3f} ms  ours {row.total_ms:7.3f} ms  {row.total_ratio:5.2f}x  "
+            f"{row.quantization:8s} cuDNN {row.cudnn_ms:.3f} ms  ours {row.total_ms:.3f} ms  {row.total_ratio:.2f}x  "
             f"graph {row.graph_ratio:5.2f}x  kernel {row.kernel_ratio:5.2f}x  prepare {row.prepare_ms:.3f} ms  "
             f"select {row.select_ms:.3f} ms  relative L1 {row.relative_l1:.4f}",
             flush=True,
