@@ -19,12 +19,12 @@ BROKEN = [math.nan, math.inf, -math.inf]
 
 
 @given(st.integers(1, 256), st.integers(0, 99))
-def test_the_rotation_keeps_products_and_pads_to_a_power_of_two(dim, seed):
+def test_the_rotation_keeps_products_and_pads_to_a_power_of_two_from_32(dim, seed):
     x, y = randn(seed, 5, dim), randn(seed + 1, 7, dim)
     a, b = hadamard_rotate(x), hadamard_rotate(y)
     assert a.shape[-1] >= dim
     assert a.shape[-1].bit_count() == 1
-    assert a.shape[-1] < 2 * dim
+    assert a.shape[-1] == 32 or 32 < a.shape[-1] < 2 * dim
     torch.testing.assert_close(a @ b.T, x @ y.T, atol=1e-4, rtol=1e-5)
 
 
