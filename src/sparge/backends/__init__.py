@@ -57,7 +57,9 @@ class ReferenceBackend:
     attend = staticmethod(reference.attend)
 
 
-BACKENDS: tuple[Backend, ...] = (TritonBackend(), CpuBackend(), GatherBackend(), ReferenceBackend())
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), GatherBackend(), ReferenceBackend())
+# Built and tested, never chosen: the parity suite still has unexplained failures on a GPU (docs/log.md).
+UNPROVEN: tuple[Backend, ...] = (TritonBackend(),)
 
 
 @dataclass(frozen=True)

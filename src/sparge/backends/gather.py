@@ -1,7 +1,7 @@
 """Plain torch on any device: gather the kept keys of a query block, then ordinary attention over them.
 
 The fallback where no compiled engine can run. It skips for real, but small matrix products and an unfused softmax leave
-it at a quarter to a third of the compiled CPU engine's speed: at 60 % sparsity, no faster than dense attention.
+it several times slower than the compiled CPU engine, and at moderate sparsity no faster than dense attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparge.stages import Blocks, Output
 
 
 class GatherBackend:
-    """Plain torch on any device: skips blocks, but is a quarter to a third as fast as a compiled engine."""
+    """Plain torch on any device: skips blocks, but is several times slower than a compiled engine."""
 
     name = "torch"
 
