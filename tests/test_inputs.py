@@ -309,8 +309,10 @@ def test_packed_ends_of_the_wrong_kind(name, ends):
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
 @pytest.mark.parametrize("ends", [[1, 8], [0, 7], [0, 9], [0, 5, 3, 8], [0, -1, 8]], ids=str)
 def test_packed_ends_that_do_not_rise_over_all_tokens(name, ends):
+    good = torch.tensor([0] * (len(ends) - 1) + [N])
+    both = {"cu_seqlens_q": good, "cu_seqlens_k": good, "max_seqlen_q": N, "max_seqlen_k": N}
     with refused(ValueError, name, "from 0", "8", str(ends)):
-        sparge.varlen_attention(**packed(**{name: torch.tensor(ends)}))
+        sparge.varlen_attention(**packed(**both | {name: torch.tensor(ends)}))
 
 
 def test_packed_batches_that_do_not_fit():

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends import Choice, choose
+from sparge.backends import Choice, choose, takes_packed
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Window, check_packed, check_scale, prepare_inputs, restore, visibility
+from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
 from sparge.library import traced_attention
+from sparge.packing import Packing
 from sparge.stages import Output, Stats
 
 Result = Any  # the output, or a tuple: the output, then the LSE and the Stats if asked for
@@ -135,38 +136,73 @@ def varlen_attention(
     """Attention over sequences packed end to end: [tokens, heads, head_dim], as FlashAttention's varlen functions.
 
     Sequence n holds rows cu_seqlens[n] to cu_seqlens[n + 1]; GQA is taken from the head counts. The LSE is
-    [Hq, query tokens]; the stats have one row per sequence.
+    [Hq, query tokens]; the stats have one row per sequence. Kernels that take all sequences at once read the ends on
+    the device: there, ends that are wrong are cut to the tensors instead of being refused, and max_seqlen_q and
+    max_seqlen_k must not be too small.
     """
     config = _config(config)
-    check_packed(query, key, value)
-    config.check_heads(query.shape[1])
-    check_scale(scale, query.shape[-1])
-    visibility(1, 1, is_causal, window, query.device)
-    q_ends = _sequence_ends("cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_seqlen_q)
-    k_ends = _sequence_ends("cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_seqlen_k)
-    if len(q_ends) != len(k_ends):
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_ends(name, ends)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, int):
+            raise TypeError(f"{name} must be an integer, not {longest!r}.")
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
-            f"cu_seqlens_q describes {len(q_ends) - 1} sequences but cu_seqlens_k {len(k_ends) - 1}; they must agree."
+            f"cu_seqlens_q describes {len(cu_seqlens_q) - 1} sequences but cu_seqlens_k {len(cu_seqlens_k) - 1}; "
+            "they must agree."
         )
-    values = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
-    lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, dtype=torch.float32, device=query.device)
+    longest_two = (max_seqlen_q, max_seqlen_k)
+    inputs = pack_inputs(
+        query, key, value, Packing(cu_seqlens_q, cu_seqlens_k), longest_two, is_causal, scale, window, return_lse
+    )
+    config.check_heads(query.shape[1])
+    if takes_packed(inputs, config):
+        ends_there = Packing(*(ends.to(query.device, non_blocking=True) for ends in (cu_seqlens_q, cu_seqlens_k)))
+        results = _packed_at_once(replace(inputs, packing=ends_there), config, return_stats)
+    else:
+        results = _one_at_a_time(inputs, longest_two, config, return_stats)
+    return _chosen(results, return_lse, return_stats)
+
+
+def _packed_at_once(inputs: Inputs, config: SparseConfig, return_stats: bool) -> tuple[Any, Any, Any]:
+    run = _run(inputs, config)
+    lse = None if run.output.lse is None else run.output.lse[0]
+    return run.output.values[0].transpose(0, 1), lse, run.stats() if return_stats else None
+
+
+def _one_at_a_time(
+    packed: Inputs, longest: tuple[int, int], config: SparseConfig, return_stats: bool
+) -> tuple[Any, Any, Any]:
+    """For backends that do not take packed sequences; the host reads their ends."""
+    query, key, value = packed.query, packed.key, packed.value
+    packing = packed.packing
+    assert packing is not None
+    q_ends = _sequence_ends("cu_seqlens_q", packing.q_ends, query.shape[2], "max_seqlen_q", longest[0])
+    k_ends = _sequence_ends("cu_seqlens_k", packing.k_ends, key.shape[2], "max_seqlen_k", longest[1])
+    heads = query.shape[1]
+    values = query.new_zeros(query.shape[2], heads, value.shape[-1])
+    lse = torch.full((heads, query.shape[2]), -torch.inf, dtype=torch.float32, device=query.device)
     per_sequence: list[Stats | None] = []
-    for n in range(len(q_ends) - 1):
+    for n in range(packing.count):
         rows, keys = slice(q_ends[n], q_ends[n + 1]), slice(k_ends[n], k_ends[n + 1])
         if rows.start == rows.stop or keys.start == keys.stop:
             per_sequence.append(None)
             continue
-        inputs = prepare_inputs(
-            query[None, rows], key[None, keys], value[None, keys],
-            is_causal=is_causal, scale=scale, enable_gqa=True, window=window, layout="BSHD", needs_lse=return_lse,
-        )  # fmt: skip
-        run = _run(inputs, config)
+        sight = replace(packed.visibility, q_len=rows.stop - rows.start, k_len=keys.stop - keys.start)
+        one = replace(
+            packed,
+            query=query[:, :, rows],
+            key=key[:, :, keys],
+            value=value[:, :, keys],
+            visibility=sight,
+            packing=None,
+        )
+        run = _run(one, config)
         values[rows] = run.output.values[0].transpose(0, 1)
         if run.output.lse is not None:
             lse[:, rows] = run.output.lse[0]
         per_sequence.append(run.stats())
-    results = (values, lse, _stack_stats(per_sequence, query) if return_stats else None)
-    return _chosen(results, return_lse, return_stats)
+    return values, lse, _stack_stats(per_sequence, values) if return_stats else None
 
 
 @dataclass(frozen=True)
@@ -179,8 +215,12 @@ class Run:
     output: Output
 
     def stats(self) -> Stats:
-        heads = self.inputs.query.shape[:2]
-        executed, visible = (x.expand(heads) for x in (self.mask.kept_per_head, self.mask.visible_per_head))
+        packing = self.inputs.packing
+        if packing is not None:
+            executed, visible = packing.blocks_per_sequence(self.mask, self.inputs.visibility)
+        else:
+            heads = self.inputs.query.shape[:2]
+            executed, visible = (x.expand(heads) for x in (self.mask.kept_per_head, self.mask.visible_per_head))
         name, quantization = self.choice.backend.name, self.choice.config.quantization
         return Stats(executed, visible, self.output.skipped_pv, name, self.choice.reason, quantization)
 
@@ -249,15 +289,16 @@ def _config(config: SparseConfig | None) -> SparseConfig:
     return config
 
 
-def _sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, longest: int) -> list[int]:
+def _check_ends(name: str, ends: Tensor) -> None:
     if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or len(ends) < 2:
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of at least two sequence ends, not {ends!r}.")
+
+
+def _sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, longest: int) -> list[int]:
     values: list[int] = ends.tolist()
     lengths = [end - start for start, end in pairwise(values)]
     if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
         raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, not {values}.")
-    if isinstance(longest, bool) or not isinstance(longest, int):
-        raise TypeError(f"{longest_name} must be an integer, not {longest!r}.")
     if max(lengths) > longest:
         raise ValueError(f"{longest_name}={longest} is less than the longest sequence, {max(lengths)}.")
     return values

@@ -181,6 +181,11 @@ class BlockMask:
     # ---- measures
 
     @property
+    def kept_per_row(self) -> Tensor:
+        """Kept blocks of each query block, int64 [B, H, query blocks]."""
+        return self.to_dense().sum(-1)
+
+    @property
     def kept_per_head(self) -> Tensor:
         """Kept (and, where known, visible) blocks, int64 [B, H]."""
         visible = self.visible_bits

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparge.packing import Packing
 from sparge.visibility import UNBOUNDED, Visibility
 
 LAYOUTS = ("BHSD", "BSHD")
@@ -21,7 +22,10 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Inputs:
-    """One attention problem. Tensors are views of the caller's, with heads before sequence."""
+    """One attention problem. Tensors are views of the caller's, with heads before sequence.
+
+    Packed sequences stand in one batch entry, and q_len and k_len of the visibility are those of the longest.
+    """
 
     query: Tensor  # [B, Hq, Nq, D]
     key: Tensor  # [B, Hkv, Nk, D]
@@ -30,6 +34,7 @@ class Inputs:
     visibility: Visibility
     layout: str
     needs_lse: bool = True
+    packing: Packing | None = None
 
     @property
     def group_size(self) -> int:
@@ -112,11 +117,25 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """The checks of a packed batch [tokens, heads, head_dim], before it is cut into sequences."""
+def pack_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    longest: tuple[int, int],
+    is_causal: bool,
+    scale: float | None,
+    window: Window | None,
+    needs_lse: bool,
+) -> Inputs:
+    """A packed batch [tokens, heads, head_dim] as one problem; the sequence ends are not read."""
     _check_tensors(query, key, value, rank=3, shape_name="tokens, H, D")
-    heads_first = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    _check_shapes(heads_first[0], heads_first[1], heads_first[2], enable_gqa=True)
+    query, key, value = (x.detach().resolve_neg()[None].transpose(1, 2) for x in (query, key, value))
+    _check_shapes(query, key, value, enable_gqa=True)
+    sight = visibility(max(1, longest[0]), max(1, longest[1]), is_causal, window, query.device)
+    return Inputs(
+        query, key, value, check_scale(scale, query.shape[-1]), sight, "BSHD", needs_lse=needs_lse, packing=packing
+    )
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, shape_name: str) -> None:

@@ -29,6 +29,7 @@ class Quantized:
     key_mean: Tensor  # float32 [B, Hkv, D], what smoothing took away
     value: Tensor  # fp16 / bf16 ("int8") or e4m3 ("int8-fp8") [B, Hkv, Nk, Dv]
     value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3
+    lse_term: Tensor | None = None  # float32 [B, Hq, Nq]: scale * q . key_mean, for backends that add it in the kernel
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class ReferenceBackend:
         return None
 
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
-        return None
+        return "takes packed sequences one at a time" if inputs.packing is not None else None
 
     def default_quantization(self, device: torch.device) -> str:
         return "none"
@@ -69,6 +69,11 @@ class Choice:
     backend: Backend
     config: SparseConfig
     reason: str
+
+
+def takes_packed(inputs: Inputs, config: SparseConfig) -> bool:
+    """Whether a backend computes packed sequences together."""
+    return any(backend.unavailable() is None and backend.unsupported(inputs, config) is None for backend in BACKENDS)
 
 
 def choose(inputs: Inputs, config: SparseConfig) -> Choice:

@@ -26,6 +26,8 @@ class GatherBackend:
         return None
 
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
+        if inputs.packing is not None:
+            return "takes packed sequences one at a time"
         if config.quantization not in ("auto", "none"):
             return f"computes in floating point only, not {config.quantization}"
         return None

@@ -31,6 +31,8 @@ class CpuBackend:
         return _broken_llvmlite()
 
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
+        if inputs.packing is not None:
+            return "takes packed sequences one at a time"
         if inputs.query.device.type != "cpu":
             return f"tensors are on {inputs.query.device.type}"
         if config.quantization not in ("auto", "none"):

@@ -8,6 +8,8 @@ does not and takes PAIR blocks at a time. The softmax lives in base 2, every sca
 import triton
 import triton.language as tl
 
+from sparge.backends.triton._prepare import SEQUENCE_TILE, head_row, sequence, slot_of
+
 GROUP = tl.constexpr(64)  # query rows that share one second-stage decision
 LEADING = tl.constexpr(32)  # list entries looked at to find the blocks that need masking
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23
@@ -62,7 +64,7 @@ def products(
             k = tl.load(place, mask=(key + column < k_len)[None, :] & (d < D)[:, None], other=0.0)
         else:
             k = tl.load(place) if D == DP else tl.load(place, mask=(d < D)[:, None], other=0.0)
-        raw = tl.dot(q, k, input_precision="ieee")
+        raw = tl.dot(q, k, input_precision="tf32x3")
         factor = q_scale
     else:
         k = tl.load(place)
@@ -73,32 +75,32 @@ def products(
 
 
 @triton.jit
+def value_products_8bit(p, V, key, v_row, KEYS: tl.constexpr, DVP: tl.constexpr, products):
+    """products + p @ v for KEYS keys, in e4m3."""
+    dv, column = tl.arange(0, DVP), tl.arange(0, KEYS)
+    p8 = p.to(tl.float8e4nv)
+    # Relabels tokens inside each sixteen, as V is stored; no data moves between threads.
+    p8 = tl.reshape(tl.permute(tl.reshape(p8, [p.shape[0], KEYS // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [p.shape[0], KEYS])
+    v = tl.load(V + key + dv[:, None].to(tl.int64) * v_row + column[None, :])
+    return tl.dot(p8, tl.trans(v), products)
+
+
+@triton.jit
 def add_values(
     acc, p, V, VALID, key, k_len, v_row, v_dim,
-    DV: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr,
-    FORMAT: tl.constexpr, MASK: tl.constexpr, HAS_VALID: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
-    """acc + p @ v for KEYS keys."""
+    """acc + p @ v for KEYS keys, in the type of V."""
     dv, column = tl.arange(0, DVP), tl.arange(0, KEYS)
-    if FORMAT == 2:
-        p8 = p.to(tl.float8e4nv)
-        # Relabels tokens inside each sixteen, as V is stored; no data moves between threads.
-        p8 = tl.reshape(
-            tl.permute(tl.reshape(p8, [p.shape[0], KEYS // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [p.shape[0], KEYS]
-        )
-        v = tl.load(V + key + dv[:, None].to(tl.int64) * v_row + column[None, :])
-        acc += tl.dot(p8, tl.trans(v))
+    place = V + key.to(tl.int64) * v_row + column[:, None] * v_row + dv[None, :] * v_dim
+    if MASK:
+        real = key + column < k_len
+        if HAS_VALID:
+            real = real & (tl.load(VALID + key + column, mask=real, other=0) != 0)
+        v = tl.load(place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
     else:
-        place = V + key.to(tl.int64) * v_row + column[:, None] * v_row + dv[None, :] * v_dim
-        if MASK:
-            real = key + column < k_len
-            if HAS_VALID:
-                real = real & (tl.load(VALID + key + column, mask=real, other=0) != 0)
-            v = tl.load(place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
-        else:
-            v = tl.load(place) if DV == DVP else tl.load(place, mask=(dv < DV)[None, :], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc
+        v = tl.load(place) if DV == DVP else tl.load(place, mask=(dv < DV)[None, :], other=0.0)
+    return tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
 
 
 @triton.jit
@@ -167,7 +169,6 @@ def attend_keys(
         if SECOND:
             p = tl.where(row_wants[:, None], p, 0.0)
         total = total * alpha[:, None] + lane_sums(p)
-        acc = acc * alpha[:, None]
         if UNITS == 2:
             p_2 = tl.exp2(raw_2 * factor_2[:, None] - (shift + factor_2 * bias - peak)[:, None])
             if MASK:
@@ -175,27 +176,36 @@ def attend_keys(
             if SECOND:
                 p_2 = tl.where(row_wants[:, None], p_2, 0.0)
             total += lane_sums(p_2)
-        if CAREFUL:
-            if tl.load(V_FINITE + block) == 0:
+        if FORMAT == 2:
+            # e4m3 products are summed with few bits: a step's sum joins the float32 total, which costs no more than
+            # rescaling that total.
+            sums = value_products_8bit(p, V, key, v_row, KEYS, DVP, tl.zeros([BM, DVP], tl.float32))
+            if UNITS == 2:
+                sums = value_products_8bit(p_2, V, second_key, v_row, KEYS, DVP, sums)
+            acc = acc * alpha[:, None] + sums
+        else:
+            acc = acc * alpha[:, None]
+            if CAREFUL:
                 if SECOND:
                     seen = seen & row_wants[:, None]
-                acc = add_visible_values(acc, p, seen, V, key, k_len, v_row, v_dim, DV, DVP, KEYS)
-                if UNITS == 2:
-                    if SECOND:
+                    if UNITS == 2:
                         seen_2 = seen_2 & row_wants[:, None]
-                    acc = add_visible_values(acc, p_2, seen_2, V, second_key, k_len, v_row, v_dim, DV, DVP, KEYS)
+                if tl.load(V_FINITE + block) == 0:
+                    acc = add_visible_values(acc, p, seen, V, key, k_len, v_row, v_dim, DV, DVP, KEYS)
+                    if UNITS == 2:
+                        acc = add_visible_values(acc, p_2, seen_2, V, second_key, k_len, v_row, v_dim, DV, DVP, KEYS)
+                else:
+                    acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID)
+                    if UNITS == 2:
+                        acc = add_values(
+                            acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID
+                        )
             else:
-                acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID)
+                acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID)
                 if UNITS == 2:
                     acc = add_values(
-                        acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID
+                        acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID
                     )
-        else:
-            acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID)
-            if UNITS == 2:
-                acc = add_values(
-                    acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, FORMAT, MASK, HAS_VALID
-                )
         best = best_now
     return acc, total, best, saw, skipped
 
@@ -211,17 +221,22 @@ def holds_broken_values(LISTS, V_FINITE, count):
     return found != 0
 
 
-@triton.jit
+LENGTHS = ["heads", "group_size", "q_len", "k_len", "q_tokens", "k_tokens", "k_blocks", "k_slots", "padded",
+           "first_block", "blocks_here", "left", "right"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def attend(
-    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, V_FINITE, VALID, LAMBDA, COUNTS, LISTS,  # inputs
+    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, LSE_TERM, V_FINITE, VALID, Q_ENDS, K_ENDS, LAMBDA, COUNTS, LISTS,  # inputs
     OUT, LSE, SKIPPED,  # outputs
-    scale, heads, group_size, q_len, k_len, k_blocks, padded, first_block, blocks_here, offset, left, right,
+    scale, heads, group_size, q_len, k_len, q_tokens, k_tokens, k_blocks, k_slots, padded, first_block, blocks_here,
+    left, right,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim, v_batch, v_head, v_row, v_dim,
     o_batch, o_head, o_row, o_dim,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr,
     MASK_ALL: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, WRITE_LSE: tl.constexpr,
-    CAREFUL: tl.constexpr, PAIR: tl.constexpr,
+    CAREFUL: tl.constexpr, PACKED: tl.constexpr, PAIR: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: BM rows of one query block of one head. Heavy causal rows start first.
 
@@ -230,28 +245,42 @@ def attend(
     touching what a row cannot see.
     """
     TILES: tl.constexpr = BQ // BM
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1)
-    wide = bh.to(tl.int64)
+    tiles = blocks_here * TILES
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    wide = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = wide // heads, wide % heads
-    kv_head = head // group_size
+    kv_head, kv_heads = head // group_size, heads // group_size
     slot = wide * blocks_here + tile // TILES
     first_row = (first_block + tile // TILES) * BQ + (tile % TILES) * BM
+    q_first, q_len = sequence(Q_ENDS, batch, q_len, q_tokens, PACKED)
+    k_first, k_len = sequence(K_ENDS, batch, k_len, k_tokens, PACKED)
+    if PACKED:
+        if first_row >= q_len:
+            if SECOND:
+                tl.store(SKIPPED + slot * TILES + tile % TILES, 0)
+            return
+    offset = k_len - q_len
     rows = first_row + tl.arange(0, BM)
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
-    Q += batch * q_batch + head * q_head
-    K += batch * k_batch + kv_head * k_head
-    V += batch * v_batch + kv_head * v_head
+    kv_row = head_row(batch, kv_head, kv_heads, PACKED)
+    token_place = head_row(batch, head, heads, PACKED) * q_tokens + q_first
+    key_slot = slot_of(k_first, batch, SEQUENCE_TILE, PACKED) * SEQUENCE_TILE  # where copies of K and V start
     at = rows.to(tl.int64)
     real = rows < q_len
+    Q += batch * q_batch + head * q_head + q_first * q_row
+    K += batch * k_batch + kv_head * k_head
+    V += batch * v_batch + kv_head * v_head
     if FORMAT == 0:
+        K += k_first * k_row
         q = tl.load(Q + at[:, None] * q_row + d[None, :] * q_dim, mask=real[:, None] & (d < D)[None, :], other=0.0)
         q_scale = tl.zeros([BM], tl.float32) + scale
     else:
+        K += key_slot * k_row
         q = tl.load(Q + at[:, None] * q_row + d[None, :] * q_dim, mask=real[:, None], other=0)
-        q_scale = tl.load(Q_SCALE + wide * q_len + at, mask=real, other=0.0) * scale
-        K_SCALE += (batch * (heads // group_size) + kv_head) * (padded // 64)
-    V_FINITE += (batch * (heads // group_size) + kv_head) * k_blocks
+        q_scale = tl.load(Q_SCALE + token_place + at, mask=real, other=0.0) * scale
+        K_SCALE += kv_row * (padded // 64) + key_slot // 64
+    V += key_slot * v_dim if FORMAT == 2 else k_first * v_row
+    V_FINITE += kv_row * k_slots + key_slot // BK
     if HAS_VALID:
         VALID += batch * k_len
     lam = tl.load(LAMBDA + head) * 1.4426950408889634 if SECOND else 0.0
@@ -274,26 +303,29 @@ def attend(
     if CAREFUL:
         if not holds_broken_values(LISTS, V_FINITE, masked):
             return
-    # A block of 128 keys has two key scales: it is always taken as two units of 64.
-    KEYS: tl.constexpr = 64 if BK > 64 else BK
-    HALVES: tl.constexpr = BK // KEYS
-    for n in range(masked):
-        block = tl.load(LISTS + n)
+    # One step takes a block, or one of SPLIT parts of it; a step of 128 keys has two key scales, and two units of 64.
+    STEP: tl.constexpr = BK // SPLIT
+    KEYS: tl.constexpr = 64 if STEP > 64 else STEP
+    UNITS: tl.constexpr = STEP // KEYS
+    for n in range(masked * SPLIT):
+        block = tl.load(LISTS + n // SPLIT)
+        key = block * BK + (n % SPLIT) * STEP
         acc, total, best, saw, skipped = attend_keys(
-            acc, total, best, saw, skipped, q, q_scale, block * BK, block * BK + (HALVES - 1) * KEYS, block, rows,
+            acc, total, best, saw, skipped, q, q_scale, key, key + (UNITS - 1) * KEYS, block, rows,
             K, V, K_SCALE, V_FINITE, VALID, lam,
             q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
-            D, DV, DP, DVP, KEYS, FORMAT, True, HAS_VALID, SECOND, CAREFUL, HALVES,
+            D, DV, DP, DVP, KEYS, FORMAT, True, HAS_VALID, SECOND, CAREFUL, UNITS,
         )  # fmt: skip
     if not MASK_ALL:
-        for n in range(masked, count, PAIR):
-            block = tl.load(LISTS + n)
-            second_key = tl.load(LISTS + n + 1) * BK if PAIR == 2 else block * BK + (HALVES - 1) * KEYS
+        for n in range(masked * SPLIT, count * SPLIT, PAIR):
+            block = tl.load(LISTS + n // SPLIT)
+            key = block * BK + (n % SPLIT) * STEP
+            second_key = tl.load(LISTS + n + 1) * BK if PAIR == 2 else key + (UNITS - 1) * KEYS
             acc, total, best, saw, skipped = attend_keys(
-                acc, total, best, saw, skipped, q, q_scale, block * BK, second_key, block, rows,
+                acc, total, best, saw, skipped, q, q_scale, key, second_key, block, rows,
                 K, V, K_SCALE, V_FINITE, VALID, lam,
                 q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
-                D, DV, DP, DVP, KEYS, FORMAT, False, HAS_VALID, SECOND, False, PAIR * HALVES,
+                D, DV, DP, DVP, KEYS, FORMAT, False, HAS_VALID, SECOND, False, PAIR * UNITS,
             )  # fmt: skip
         saw = saw | (count > masked).to(tl.int32)
     total = tl.sum(total, 1)
@@ -301,16 +333,17 @@ def attend(
     empty = saw == 0
     out = acc / tl.where(empty, 1.0, total)[:, None]
     if FORMAT == 2:
-        kv = batch * (heads // group_size) + kv_head
-        out = out * tl.load(V_SCALE + kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
+        out = out * tl.load(V_SCALE + (batch * kv_heads + kv_head) * DV + dv, mask=dv < DV, other=0.0)[None, :]
         out = tl.where(empty[:, None], 0.0, out)
-    place = OUT + batch * o_batch + head * o_head + at[:, None] * o_row + dv[None, :] * o_dim
+    place = OUT + batch * o_batch + head * o_head + (q_first + at)[:, None] * o_row + dv[None, :] * o_dim
     tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
     if WRITE_LSE:
         lse = best + tl.log2(total)
         if FORMAT == 2:
             lse = lse - P_SHIFT
-        lse = tl.where(empty, float("-inf"), lse) / 1.4426950408889634
-        tl.store(LSE + wide * q_len + at, lse, mask=real)
+        lse = lse / 1.4426950408889634
+        if FORMAT > 0:  # what smoothing took from every score of the row
+            lse += tl.load(LSE_TERM + token_place + at, mask=real, other=0.0)
+        tl.store(LSE + token_place + at, tl.where(empty, float("-inf"), lse), mask=real)
     if SECOND:
         tl.store(SKIPPED + slot * TILES + tile % TILES, skipped)

@@ -12,12 +12,14 @@ their bits, so 31 walks find it exactly, without a sort.
 import triton
 import triton.language as tl
 
+from sparge.backends.triton._prepare import SEQUENCE_TILE, head_row, sequence, slot_of
+
 WORD = tl.constexpr(32)
 
 
 @triton.jit
 def sub_scores(
-    query, K_MEANS, FILLED, first, sub, blocks, k_len, batch, kv_row,
+    query, K_MEANS, FILLED, first, sub, blocks, sub_stride, k_len,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):  # fmt: skip
@@ -26,11 +28,10 @@ def sub_scores(
     block, which = first + n % CHUNK, sub + n // CHUNK
     d = tl.arange(0, DP)
     inside = block < blocks
-    base = K_MEANS + (kv_row * K_SUBS * blocks + first) * D
-    at = (which * blocks + n % CHUNK) * D
-    means = tl.load(base + at[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+    at = (which * sub_stride + n % CHUNK) * D
+    means = tl.load(K_MEANS + first * D + at[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
     if HAS_VALID:
-        filled = tl.load(FILLED + (batch * K_SUBS + which) * blocks + block, mask=inside, other=0) != 0
+        filled = tl.load(FILLED + which * blocks + block, mask=inside, other=0) != 0
     else:
         filled = block * BK + which * (BK // K_SUBS) < k_len
     scores = tl.dot(query, means)
@@ -41,7 +42,7 @@ def sub_scores(
 
 @triton.jit
 def filled_parts(
-    FILLED, first, blocks, k_len, batch,
+    FILLED, first, blocks, k_len,
     BK: tl.constexpr, K_SUBS: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """How many sub-blocks of each block hold a key, at least 1."""
@@ -49,8 +50,7 @@ def filled_parts(
     if HAS_VALID:
         count = tl.zeros([CHUNK], tl.int32)
         for sub in tl.static_range(K_SUBS):
-            at = (batch * K_SUBS + sub) * blocks + block
-            count += (tl.load(FILLED + at, mask=block < blocks, other=0) != 0).to(tl.int32)
+            count += (tl.load(FILLED + sub * blocks + block, mask=block < blocks, other=0) != 0).to(tl.int32)
     else:
         count = tl.minimum(tl.cdiv(tl.maximum(k_len - block * BK, 0), BK // K_SUBS), K_SUBS)
     return tl.maximum(count, 1).to(tl.float32)
@@ -58,7 +58,7 @@ def filled_parts(
 
 @triton.jit
 def block_weights(
-    query, K_MEANS, FILLED, shift, first, blocks, k_len, batch, kv_row, scale,
+    query, K_MEANS, FILLED, shift, first, blocks, sub_stride, k_len, scale,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):  # fmt: skip
@@ -66,22 +66,22 @@ def block_weights(
     total = tl.zeros([query.shape[0], CHUNK], tl.float32)
     for part in tl.static_range(K_SUBS // PART):
         scores = sub_scores(
-            query, K_MEANS, FILLED, first, part * PART, blocks, k_len, batch, kv_row,
+            query, K_MEANS, FILLED, first, part * PART, blocks, sub_stride, k_len,
             D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
         )  # fmt: skip
         total += tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
-    return total / filled_parts(FILLED, first, blocks, k_len, batch, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
+    return total / filled_parts(FILLED, first, blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
 
 
 @triton.jit
-def similar_blocks(K_SIMILARITY, first, blocks, kv_row, theta, CHUNK: tl.constexpr):
+def similar_blocks(K_SIMILARITY, first, blocks, theta, CHUNK: tl.constexpr):
     block = first + tl.arange(0, CHUNK)
-    return tl.load(K_SIMILARITY + kv_row * blocks + block, mask=block < blocks, other=1.0) >= theta
+    return tl.load(K_SIMILARITY + block, mask=block < blocks, other=1.0) >= theta
 
 
 @triton.jit
 def sees_block(
-    low, high, first, BEFORE, batch, k_len, BK: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr
+    low, high, first, BEFORE, BK: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr
 ):  # fmt: skip
     """Whether rows that together see keys low ... high see some valid key of each block, [rows, CHUNK]."""
     start = (first + tl.arange(0, CHUNK)) * BK
@@ -89,8 +89,7 @@ def sees_block(
     end = tl.minimum(high[:, None], start[None, :] + BK)
     seen = begin < end
     if HAS_VALID:
-        row = BEFORE + batch * (k_len + 1)
-        seen = seen & (tl.load(row + end, mask=seen, other=0) > tl.load(row + begin, mask=seen, other=0))
+        seen = seen & (tl.load(BEFORE + end, mask=seen, other=0) > tl.load(BEFORE + begin, mask=seen, other=0))
     return seen
 
 
@@ -102,28 +101,51 @@ def pack_words(keep):
     return tl.sum(bits, 2)
 
 
-@triton.jit
+LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "k_slots", "words", "left",
+           "right", "sinks", "tiles", "first_row", "rows", "k_blocks", "bits_batch",
+           "bits_head"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def select(
-    Q_MEANS, K_MEANS, FILLED, BEFORE,  # inputs; BEFORE: valid keys before each position [B, Nk + 1]
+    Q_MEANS, K_MEANS, FILLED, BEFORE, Q_ENDS, K_ENDS,  # inputs; BEFORE: valid keys before each position [B, Nk + 1]
     V_FINITE, Q_SIMILARITY, K_SIMILARITY, Q_PROTECTED, K_PROTECTED,
     THRESHOLD, GAP, CDF, TOPK, THETA,  # settings per query head
     BITS,  # output: int32 [BH, query blocks, words]
-    heads, kv_heads, q_len, k_len, q_blocks, k_blocks, words, offset, left, right, sinks, scale,
+    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_slots, words, left, right, sinks, tiles, scale,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
     RIGHT_EDGE: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
+    PACKED: tl.constexpr, KEEP_ALL: tl.constexpr,
 ):  # fmt: skip
+    """One program: ROWS sub-rows of one head."""
     QUERY_BLOCKS: tl.constexpr = ROWS // Q_SUBS
     SUB_ROWS: tl.constexpr = BQ // Q_SUBS
-    bh = tl.program_id(1)
+    tile = tl.program_id(0) % tiles
+    bh = tl.program_id(0) // tiles
     head = bh % heads
     batch = (bh // heads).to(tl.int64)
-    kv_row = batch * kv_heads + head // (heads // kv_heads)
-    wide = bh.to(tl.int64)
+    kv_head = head // (heads // kv_heads)
+    first_row, q_len = sequence(Q_ENDS, batch, q_len, q_tokens, PACKED)
+    first_key, k_len = sequence(K_ENDS, batch, k_len, k_tokens, PACKED)
+    if PACKED:
+        if tile * QUERY_BLOCKS * BQ >= q_len:
+            return
+    q_blocks, k_blocks, offset = tl.cdiv(q_len, BQ), tl.cdiv(k_len, BK), k_len - q_len
+    q_place = head_row(batch, head, heads, PACKED) * q_slots + slot_of(first_row, batch, BQ, PACKED)
+    key_slot = slot_of(first_key, batch, SEQUENCE_TILE, PACKED) * SEQUENCE_TILE // BK
+    kv_row = head_row(batch, kv_head, kv_heads, PACKED)
+    K_MEANS += (kv_row * K_SUBS * k_slots + key_slot) * D
+    V_FINITE += kv_row * k_slots + key_slot
+    if JUDGE:
+        K_SIMILARITY += kv_row * k_slots + key_slot
+    if HAS_VALID:
+        FILLED += batch * K_SUBS * k_blocks
+        BEFORE += batch * (k_len + 1)
 
     # This program's sub-rows, and the keys each may see.
-    sub_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sub_row = tile * ROWS + tl.arange(0, ROWS)
     top = sub_row * SUB_ROWS
     exists = top < q_len
     bottom = tl.minimum(top + SUB_ROWS, q_len) - 1
@@ -131,7 +153,7 @@ def select(
     high = tl.minimum(bottom + offset + right + 1, k_len).to(tl.int32)
     high = tl.where(exists, high, 0)
     d = tl.arange(0, DP)
-    at = wide * q_blocks * Q_SUBS + sub_row
+    at = q_place * Q_SUBS + sub_row
     real = (sub_row < q_blocks * Q_SUBS)[:, None] & (d < D)[None, :]
     query = tl.load(Q_MEANS + at[:, None] * D + d[None, :], mask=real, other=0.0)
     theta = tl.load(THETA + head) if JUDGE else 0.0
@@ -144,14 +166,14 @@ def select(
     begin = (tl.min(low, 0) // BK) // CHUNK * CHUNK
     end = tl.cdiv(tl.max(high, 0), BK)
     for first in range(begin, end, CHUNK):
-        judged = sees_block(low, high, first, BEFORE, batch, k_len, BK, CHUNK, HAS_VALID)
+        judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
         visible += tl.sum(judged.to(tl.int32), 1)
         if JUDGE:
-            judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, kv_row, theta, CHUNK)[None, :]
+            judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
         weight = tl.zeros([ROWS, CHUNK], tl.float32)
         for part in tl.static_range(K_SUBS // PART):
             scores = sub_scores(
-                query, K_MEANS, FILLED, first, part * PART, k_blocks, k_len, batch, kv_row,
+                query, K_MEANS, FILLED, first, part * PART, k_blocks, k_slots, k_len,
                 D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
             )  # fmt: skip
             here = tl.max(tl.where(judged, tl.max(scores, 1), float("-inf")), 1) * scale
@@ -161,7 +183,7 @@ def select(
             total, peak = total * shrink, peak * shrink
             weight = weight * shrink[:, None] + tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
             best = best_now
-        weight = weight / filled_parts(FILLED, first, k_blocks, k_len, batch, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
+        weight = weight / filled_parts(FILLED, first, k_blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
         weight = tl.where(judged, weight, 0.0)
         total += tl.sum(weight, 1)
         peak = tl.maximum(peak, tl.max(weight, 1))
@@ -170,7 +192,7 @@ def select(
     broken = ~(total < float("inf"))
 
     # Cut-offs: a weight that is not below its cut-off is kept.
-    cut = peak
+    cut = peak * 0.0 if KEEP_ALL else peak
     if USE_THRESHOLD:
         # "exceeds": not below the next float up.
         exceeds = (total * tl.load(THRESHOLD + head)).to(tl.int32, bitcast=True) + 1
@@ -191,11 +213,11 @@ def select(
             mass = tl.zeros([ROWS], tl.float32)
             count = tl.zeros([ROWS], tl.int32)
             for first in range(begin, end, CHUNK):
-                judged = sees_block(low, high, first, BEFORE, batch, k_len, BK, CHUNK, HAS_VALID)
+                judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
                 if JUDGE:
-                    judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, kv_row, theta, CHUNK)[None, :]
+                    judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
                 weight = block_weights(
-                    query, K_MEANS, FILLED, shift, first, k_blocks, k_len, batch, kv_row, scale,
+                    query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
                     D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
                 )  # fmt: skip
                 bits = weight.to(tl.int32, bitcast=True)
@@ -213,29 +235,30 @@ def select(
             cut = tl.minimum(cut, count_cut.to(tl.float32, bitcast=True))
 
     # Last walk: compare, let any sub-row claim the block, add what is always kept, pack.
-    query_block = tl.program_id(0) * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
+    query_block = tile * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
     block_top = query_block * BQ + offset
     block_bottom = tl.minimum((query_block + 1) * BQ, q_len) - 1 + offset
     row_kept = tl.zeros([QUERY_BLOCKS], tl.int1)
     if JUDGE:
-        at = wide * q_blocks + query_block
-        row_kept = row_kept | ~(tl.load(Q_SIMILARITY + at, mask=query_block < q_blocks, other=1.0) >= theta)
+        row_kept = row_kept | ~(
+            tl.load(Q_SIMILARITY + q_place + query_block, mask=query_block < q_blocks, other=1.0) >= theta
+        )
     if PROTECT:
         row_kept = row_kept | (tl.load(Q_PROTECTED + query_block, mask=query_block < q_blocks, other=0) != 0)
     for first in range(0, k_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        seen = sees_block(low, high, first, BEFORE, batch, k_len, BK, CHUNK, HAS_VALID)
+        seen = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
         judged = seen
         inside = block < k_blocks
-        column_kept = (block < sinks) | (tl.load(V_FINITE + kv_row * k_blocks + block, mask=inside, other=1) == 0)
+        column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
         if JUDGE:
-            similar = similar_blocks(K_SIMILARITY, first, k_blocks, kv_row, theta, CHUNK)
+            similar = similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)
             judged = seen & similar[None, :]
             column_kept = column_kept | ~similar
         if PROTECT:
             column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
         weight = block_weights(
-            query, K_MEANS, FILLED, shift, first, k_blocks, k_len, batch, kv_row, scale,
+            query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
             D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
         )  # fmt: skip
         claimed = judged & (~(weight < cut[:, None]) | broken[:, None])
@@ -247,25 +270,31 @@ def select(
             keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < start + BK))
         packed = pack_words(keep & visible_here)
         word = first // WORD + tl.arange(0, CHUNK // WORD)
-        place = (wide * q_blocks + query_block)[:, None] * words + word[None, :]
+        place = (q_place + query_block)[:, None] * words + word[None, :]
         tl.store(BITS + place, packed, mask=(query_block < q_blocks)[:, None] & (word < words)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def expand(
-    BITS,  # input: int32 [BH, query blocks, words]
+    BITS, Q_ENDS,  # inputs: int32 [BH, query blocks, words]
     COUNTS, LISTS,  # outputs: [BH, rows], [BH, rows, key blocks], descending
-    q_blocks, k_blocks, words, first_row, rows, bits_batch, bits_head, heads,
-    TILE: tl.constexpr,
+    heads, q_len, q_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head,
+    BQ: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0)."""
-    bh = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0)
-    BITS += (bh // heads) * bits_batch + (bh % heads) * bits_head + (first_row + row).to(tl.int64) * words
+    row = tl.program_id(0) % rows
+    bh = (tl.program_id(0) // rows).to(tl.int64)
+    batch, head = bh // heads, bh % heads
+    first, q_len = sequence(Q_ENDS, batch, q_len, q_tokens, PACKED)
+    block_row = first_row + row
+    if PACKED:
+        if block_row * BQ >= q_len:
+            return
+    BITS += batch * bits_batch + head * bits_head + (slot_of(first, batch, BQ, PACKED) + block_row) * words
     slot = bh * rows + row
     count = 0
-    for first in range(0, k_blocks, TILE):
-        block = k_blocks - 1 - first - tl.arange(0, TILE)
+    for first_listed in range(0, k_blocks, TILE):
+        block = k_blocks - 1 - first_listed - tl.arange(0, TILE)
         word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)
         kept = ((word >> (block % WORD)) & 1) & (block >= 0).to(tl.int32)
         place = count + tl.cumsum(kept, 0) - 1

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.backends.triton.dispatch import facts, launch
+from sparge.backends.triton.sizes import Sizes, prepare_sizes, select_sizes, tile_sizes
 from sparge.block_mask import WORD, BlockMask
-from sparge.config import SparseConfig
+from sparge.config import RULES, SparseConfig
 from sparge.inputs import Inputs
-from sparge.quantization import KEYS_PER_SCALE, MIN_ROTATION, Quantized, sixteen_bit
+from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit
 from sparge.stages import Blocks, Output
 
 LOG2_E = math.log2(math.e)
-MAX_DIM = 128
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
-KEY_TILE = 128  # keys one program of the second pass finishes; K and V copies are padded to it
-STEPS = 16  # tiles one program of the second pass finishes, so that it loads the rotation once
+KINDS = ("SUM", "QUERIES", "KEYS", "VALUES")  # of preparation work, a launch each
+MAX_FLOAT32_DIM = 128
+LARGEST_ROTATION = 128  # done as one product; more channels take a butterfly besides
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 
 
@@ -43,8 +45,10 @@ class TritonBackend:
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
         device = inputs.query.device
         widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
-        if widest > MAX_DIM:
-            return f"head_dim {widest} is over {MAX_DIM}, whose tiles do not fit every chip's shared memory yet"
+        if inputs.query.dtype == torch.float32 and config.quantization == "none" and widest > MAX_FLOAT32_DIM:
+            return f"float32 tiles of head_dim {widest} exceed the chips' shared memory: use 16-bit inputs or int8"
+        if inputs.packing is not None and config.protected:
+            return "protected ranges count from the ends of packed sequences, which only the device knows"
         if _interpreted():
             return None
         if device.type != "cuda":
@@ -95,17 +99,15 @@ def _on_device(x: Tensor) -> Any:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _padded_dim(dim: int, int8: bool) -> int:
-    return max(power_of_two(dim), MIN_ROTATION if int8 else 16)
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 @functools.lru_cache(maxsize=32)
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """+-1, unnormalised: exact in every format."""
+    size = min(size, LARGEST_ROTATION)
     index = torch.arange(size, device="cpu")
     parity = torch.zeros(size, size, dtype=torch.int64, device="cpu")
     for bit in range(size.bit_length()):
@@ -124,79 +126,123 @@ def _setting(config: SparseConfig, name: str, inputs: Inputs, used: bool) -> Ten
     return _per_head(config, name, inputs.query.shape[1], inputs.query.device) if used else inputs.query
 
 
+def _or(x: Tensor | None, unused: Tensor) -> Tensor:
+    """A tensor, or a pointer that the kernel never reads."""
+    return unused if x is None else x
+
+
+def _pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> tuple[Tensor, ...]:
+    """Uninitialised scratch in one allocation; each piece begins aligned."""
+    rounded = [-(-n // 64) * 64 for n in lengths]
+    pieces: tuple[Tensor, ...] = like.new_empty(sum(rounded), dtype=dtype).split(rounded)
+    return pieces
+
+
+def _ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Sequence ends of queries and keys."""
+    packing = inputs.packing
+    return (inputs.query, inputs.key) if packing is None else (packing.q_ends, packing.k_ends)
+
+
+def _strides(inputs: Inputs, *tensors: Tensor) -> tuple[int, ...]:
+    """Packed tensors have one batch entry, whose stride must not count."""
+    if inputs.packing is None:
+        return tuple(n for x in tensors for n in x.stride())
+    return tuple(n for x in tensors for n in (0, *x.stride()[1:]))
+
+
 def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     from sparge.backends.triton import _prepare as kernels
 
     if inputs.scale < 0:  # the kernels take a row's largest product for its largest score
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
     q, k, v, valid = inputs.query, inputs.key, inputs.value, inputs.visibility.key_valid
-    (batch, heads, q_len, dim), (kv_heads, k_len), value_dim = q.shape, k.shape[1:3], v.shape[-1]
-    (rows, keys), (a, b) = config.block, config.subblocks
-    q_blocks, k_blocks = -(-q_len // rows), -(-k_len // keys)
-    int8, fp8, judge = config.quantization != "none", config.quantization == "int8-fp8", config.similarity is not None
-    dp, dvp = _padded_dim(dim, int8), power_of_two(value_dim)
-    padded = -(-k_len // KEY_TILE) * KEY_TILE
-    new = functools.partial(torch.empty, device=q.device)
-    float32, rotation_scale = torch.float32, 1 / math.sqrt(dp)
+    int8, fp8 = config.quantization != "none", config.quantization == "int8-fp8"
+    size, (a, b) = Sizes.of(inputs, config.block, int8), config.subblocks
+    kinds = KINDS if fp8 else KINDS[:-1]
+    chip, widest = capability(q.device), max(size.dp, size.dvp)
+    tunings = {kind: prepare_sizes(kind, chip, widest, q.dtype, b) for kind in kinds}
+    items = {kind: size.items(kind, config.block[0], b, tuning) for kind, tuning in tunings.items()}
+    scratch = _float_scratch(inputs, config, size, items["SUM"])
+    blocks = _blocks(inputs, config, size, scratch)
+    copies = (
+        (q, q, q) if blocks.quantized is None else [getattr(blocks.quantized, x) for x in ("query", "key", "value")]
+    )
+    pointers = (
+        q, k, v, q if valid is None else valid.contiguous().view(torch.int8),
+        q if valid is None else valid.sum(1, dtype=torch.int32), *_ends(inputs), _hadamard(size.dp, q.device),
+        torch.zeros(size.rows, dtype=torch.int32, device=q.device),
+        *(scratch[x] for x in ("sums", "partial", "v_max", "key_mean", "rotated_mean", "value_scale")),
+        blocks.v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
+        scratch["q_similarity"], scratch["k_similarity"], *copies,
+        *(scratch[x] for x in ("query_scale", "key_scale", "lse_term")),
+    )  # fmt: skip
+    numbers = (
+        size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.padded, size.q_slots, size.k_slots,
+        size.kv_heads, inputs.group_size, size.row_step(config.block[0]), size.key_step,
+        1 / math.sqrt(size.dp), inputs.scale, *_strides(inputs, q, k, v),
+    )  # fmt: skip
+    constants = {
+        "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
+        "BQ": config.block[0], "BK": config.block[1], "Q_SUBS": a, "K_SUBS": b,
+        "PACKED": inputs.packing is not None, "HAS_VALID": valid is not None,
+        "JUDGE": config.similarity is not None, "INT8": int8, "FP8": fp8, "WRITE_TERM": int8 and inputs.needs_lse,
+    }  # fmt: skip
+    known = facts(q, k, v, *_ends(inputs))
+    for kind in kinds:
+        settings = constants | {"KIND": KINDS.index(kind)} | tunings[kind]
+        launch(kernels.prepare, size.rows * items[kind], pointers, (items[kind], *numbers), settings, known)
+    return blocks
 
-    segments = max(b, 16 if max(dp, dvp) > 128 else 32)
-    programs = -(-k_blocks * b // segments)
-    sums = new(batch, kv_heads, k_blocks, b, dim, dtype=float32)
-    partial = new(batch, kv_heads, programs, dim, dtype=float32)
-    v_max = new(batch, kv_heads, programs, value_dim, dtype=float32)
-    v_finite = new(batch, kv_heads, k_blocks, dtype=torch.int8)
-    mean = new(batch, kv_heads, dim, dtype=float32)
-    rotated_mean = new(batch, kv_heads, dp, dtype=float32)
-    v_scale = new(batch, kv_heads, value_dim, dtype=float32) if fp8 else None
-    q_means = new(batch, heads, q_blocks, a, dim, dtype=torch.bfloat16)
-    k_means = new(batch, kv_heads, b, k_blocks, dim, dtype=torch.bfloat16)
-    q_similarity = new(batch, heads, q_blocks, dtype=float32) if judge else None
-    k_similarity = new(batch, kv_heads, k_blocks, dtype=float32) if judge else None
+
+def _float_scratch(inputs: Inputs, config: SparseConfig, size: Sizes, sum_items: int) -> dict[str, Tensor]:
+    """The float32 tensors of preparation, in one allocation; those the settings do not use are empty."""
+    int8, fp8, judge = config.quantization != "none", config.quantization == "int8-fp8", config.similarity is not None
+    q_heads, k_heads = size.entries * size.heads, size.entries * size.kv_heads
+    lengths = {
+        "sums": k_heads * size.k_slots * config.subblocks[1] * size.dim,
+        "partial": size.rows * sum_items * size.dim,
+        "v_max": size.rows * sum_items * size.value_dim,
+        "key_mean": size.rows * size.dim,
+        "rotated_mean": size.rows * size.dp,
+        "value_scale": size.rows * size.value_dim * fp8,
+        "q_similarity": q_heads * size.q_slots * judge,
+        "k_similarity": k_heads * size.k_slots * judge,
+        "query_scale": q_heads * size.q_tokens * int8,
+        "key_scale": k_heads * (size.padded // KEYS_PER_SCALE) * int8,
+        "lse_term": q_heads * size.q_tokens * (int8 and inputs.needs_lse),
+    }
+    pieces = _pieces(inputs.query, torch.float32, *lengths.values())
+    return {name: piece[:n] for (name, n), piece in zip(lengths.items(), pieces, strict=True)}
+
+
+def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str, Tensor]) -> Blocks:
+    """What the kernels will fill."""
+    (a, b), new, value = config.subblocks, inputs.query.new_empty, inputs.value
+    queries, keys = (size.entries, size.heads), (size.entries, size.kv_heads)
+    fp8, judge = config.quantization == "int8-fp8", config.similarity is not None
     quantized = None
-    if int8:
+    if config.quantization != "none":
+        v8 = new(*keys, size.dvp, size.padded, dtype=torch.float8_e4m3fn) if fp8 else value.to(sixteen_bit(value.dtype))
         quantized = Quantized(
-            query=new(batch, heads, q_len, dp, dtype=torch.int8),
-            query_scale=new(batch, heads, q_len, dtype=float32),
-            key=new(batch, kv_heads, padded, dp, dtype=torch.int8),
-            key_scale=new(batch, kv_heads, padded // KEYS_PER_SCALE, dtype=float32),
-            key_mean=mean,
-            value=new(batch, kv_heads, dvp, padded, dtype=torch.float8_e4m3fn) if fp8 else v.to(sixteen_bit(v.dtype)),
-            value_scale=v_scale,
+            query=new(*queries, size.q_tokens, size.dp, dtype=torch.int8),
+            query_scale=scratch["query_scale"].view(*queries, size.q_tokens),
+            key=new(*keys, size.padded, size.dp, dtype=torch.int8),
+            key_scale=scratch["key_scale"].view(*keys, -1),
+            key_mean=scratch["key_mean"].view(size.batch, size.kv_heads, size.dim),
+            value=v8,
+            value_scale=scratch["value_scale"].view(size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            lse_term=scratch["lse_term"].view(*queries, size.q_tokens) if inputs.needs_lse else None,
         )
-    flags = None if valid is None else valid.contiguous().view(torch.int8)
-    count = None if valid is None else valid.sum(1, dtype=torch.int32)
-    exact = q.dtype != float32
-    hadamard = _hadamard(dp, q.device)
-    masked, warps = valid is not None, 4 if capability(q.device) == 90 else 8  # four would spill elsewhere
-    kernels.key_sums[(programs, batch * kv_heads)](
-        k, v, flags, sums, partial, v_max, v_finite, kv_heads, k_len, k_blocks, *k.stride(), *v.stride(),
-        D=dim, DV=value_dim, DP=dp, DVP=dvp, SUBS=b, SUB_ROWS=keys // b, SEGMENTS=segments, HAS_VALID=masked,
-    )  # fmt: skip
-    kernels.key_mean[(batch * kv_heads,)](
-        partial, v_max, count, hadamard, mean, rotated_mean, v_scale, kv_heads, k_len, programs,
-        D=dim, DV=value_dim, DP=dp, DVP=dvp, TILE=64, HAS_VALID=masked, ROTATE=int8, FP8=fp8, num_warps=8,
-    )  # fmt: skip
-    tiles = padded // KEY_TILE
-    kernels.prepare_keys[(-(-tiles // STEPS), batch * kv_heads)](
-        k, flags, sums, mean, rotated_mean, hadamard, k_means, k_similarity,
-        quantized and quantized.key, quantized and quantized.key_scale,
-        kv_heads, k_len, k_blocks, padded, rotation_scale, *k.stride(),
-        D=dim, DP=dp, BK=keys, SUBS=b, TILE=KEY_TILE, STEPS=STEPS, HAS_VALID=masked,
-        JUDGE=judge, INT8=int8, EXACT_PRODUCT=exact, num_warps=warps, num_stages=2,
-    )  # fmt: skip
-    if quantized is not None and fp8:
-        kernels.prepare_values[(tiles, batch * kv_heads)](
-            v, flags, v_scale, quantized.value, kv_heads, k_len, padded, *v.stride(),
-            DV=value_dim, DVP=dvp, TILE=KEY_TILE, HAS_VALID=masked,
-        )  # fmt: skip
-    kernels.prepare_queries[(-(-q_blocks // STEPS), batch * heads)](
-        q, hadamard, q_means, q_similarity, quantized and quantized.query, quantized and quantized.query_scale,
-        heads, q_len, q_blocks, rotation_scale, *q.stride(),
-        D=dim, DP=dp, SUBS=a, SUB_ROWS=rows // a, SUB_PADDED=power_of_two(rows // a), STEPS=STEPS,
-        JUDGE=judge, INT8=int8, EXACT_PRODUCT=exact, num_warps=warps, num_stages=2,
-    )  # fmt: skip
     return Blocks(
-        inputs, q_means, k_means, v_finite.view(torch.bool), q_similarity, k_similarity, quantized, config.block
+        inputs,
+        q_means=new(*queries, size.q_slots, a, size.dim, dtype=torch.bfloat16),
+        k_means=new(*keys, b, size.k_slots, size.dim, dtype=torch.bfloat16),
+        v_finite=new(*keys, size.k_slots, dtype=torch.bool),
+        q_similarity=scratch["q_similarity"].view(*queries, size.q_slots) if judge else None,
+        k_similarity=scratch["k_similarity"].view(*keys, size.k_slots) if judge else None,
+        quantized=quantized,
+        block=config.block,
     )
 
 
@@ -204,32 +250,39 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     from sparge.backends.triton import _select as kernels
 
     inputs, sight = blocks.inputs, blocks.inputs.visibility
-    batch, heads, q_blocks, a, dim = blocks.q_means.shape
-    kv_heads, b, k_blocks = blocks.k_means.shape[1:4]
-    device = inputs.query.device
-    words = -(-k_blocks // WORD)
-    if config.keeps_everything:
-        return BlockMask.all_visible(sight, config.block, batch, heads)
-    bits = torch.empty(batch, heads, q_blocks, words, dtype=torch.int32, device=device)
+    size, (a, b), q = Sizes.of(inputs, config.block, False), config.subblocks, inputs.query
+    if config.keeps_everything and inputs.packing is None:
+        return BlockMask.all_visible(sight, config.block, size.batch, size.heads)
+    words = -(-size.k_blocks // WORD)
+    bits = q.new_empty(size.entries, size.heads, size.q_slots, words, dtype=torch.int32)
     valid, judge, protect = sight.key_valid is not None, config.similarity is not None, bool(config.protected)
     before = None
     if sight.key_valid is not None:
         before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
-    q_protected, k_protected = _protected(config, sight.q_len, sight.k_len, device) if protect else (None, None)
-    settings = [_setting(config, name, inputs, name in config.rule) for name in ("threshold", "gap", "cdf", "topk")]
-    sizes = select_sizes(b)
-    kernels.select[(-(-q_blocks * a // sizes["ROWS"]), batch * heads)](
-        blocks.q_means, blocks.k_means, blocks.k_filled.contiguous().view(torch.int8) if valid else None, before,
-        blocks.v_finite.view(torch.int8), blocks.q_similarity, blocks.k_similarity, q_protected, k_protected,
-        *settings, _setting(config, "similarity", inputs, judge), bits,
-        heads, kv_heads, sight.q_len, sight.k_len, q_blocks, k_blocks, words, sight.offset, *_reach(inputs),
-        config.sinks, inputs.scale * LOG2_E,
-        D=dim, DP=power_of_two(dim), BQ=config.block[0], BK=config.block[1], Q_SUBS=a, K_SUBS=b,
-        USE_THRESHOLD="threshold" in config.rule, USE_GAP="gap" in config.rule,
-        USE_CDF="cdf" in config.rule, USE_TOPK="topk" in config.rule,
-        RIGHT_EDGE=sight.right_bounded, HAS_VALID=valid, JUDGE=judge, PROTECT=protect, **sizes,
+    protected = _protected(config, sight.q_len, sight.k_len, q.device) if protect else (q, q)
+    settings = [_setting(config, name, inputs, name in config.rule) for name in RULES]
+    sizes = select_sizes(b, size.dim)
+    tiles = -(-size.q_blocks * a // sizes["ROWS"])
+    pointers = (
+        blocks.q_means, blocks.k_means, blocks.k_filled.contiguous().view(torch.int8) if valid else q, _or(before, q),
+        *_ends(inputs), blocks.v_finite.view(torch.int8), _or(blocks.q_similarity, q), _or(blocks.k_similarity, q),
+        *protected, *settings, _setting(config, "similarity", inputs, judge), bits,
     )  # fmt: skip
-    return BlockMask(bits, sight.q_len, sight.k_len, config.block, sight)
+    numbers = (
+        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,
+        words, *_reach(inputs), config.sinks, tiles, inputs.scale * LOG2_E,
+    )  # fmt: skip
+    constants = {
+        "D": size.dim, "DP": size.dp, "BQ": config.block[0], "BK": config.block[1], "Q_SUBS": a, "K_SUBS": b,
+        **{f"USE_{name.upper()}": name in config.rule and not config.keeps_everything for name in RULES},
+        "KEEP_ALL": config.keeps_everything,
+        "RIGHT_EDGE": sight.right_bounded, "HAS_VALID": valid, "JUDGE": judge, "PROTECT": protect,
+        "PACKED": inputs.packing is not None, **sizes,
+    }  # fmt: skip
+    known = facts(*_ends(inputs)) if inputs.packing is not None else ()
+    launch(kernels.select, tiles * size.batch * size.heads, pointers, numbers, constants, known)
+    q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
+    return BlockMask(bits, q_len, sight.k_len, config.block, sight)
 
 
 @functools.lru_cache(maxsize=64)
@@ -255,82 +308,67 @@ def _reach(inputs: Inputs) -> tuple[int, int]:
     return min(sight.left, everything), min(sight.right, everything)
 
 
-def select_sizes(subblocks: int) -> dict[str, int]:
-    """Sub-rows per program, key blocks per step, sub-blocks per product."""
-    return {"ROWS": 64, "PART": min(subblocks, 4), "CHUNK": 32, "num_warps": 4, "num_stages": 2}
-
-
-def tile_sizes(chip: int, dp: int, block_q: int, block_k: int, number_format: int, second: bool) -> dict[str, int]:
-    """Rows per tile, list entries per step, warps and pipeline stages: measured on sm_90, elsewhere free of spills."""
-    pair = 2 if block_k <= 64 and not second else 1
-    rows, warps, stages = 64, 8, 2
-    if dp <= 64:
-        rows, stages = 128, 2 if chip in (86, 89, 120) else 3
-    elif chip in (90, 100):
-        rows, warps, stages = (64, 4, 2) if number_format == 2 else (128, 8, 3)
-    elif number_format == 2:
-        rows, pair = 128, 1
-    else:
-        pair = 1
-    if block_q % rows:
-        rows, warps = 64, max(4, warps // 2)
-    return {"BM": rows, "PAIR": pair, "num_warps": warps, "num_stages": stages}
-
-
 def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     from sparge.backends.triton import _attend as kernels
     from sparge.backends.triton import _select as list_kernels
 
     inputs, sight, quantized = blocks.inputs, blocks.inputs.visibility, blocks.quantized
-    batch, heads, q_len, dim = inputs.query.shape
-    device, value_dim, number_format = inputs.query.device, inputs.value.shape[-1], FORMATS[config.quantization]
-    dp, dvp = _padded_dim(dim, quantized is not None), power_of_two(value_dim)
-    tiles = tile_sizes(capability(device), max(dp, dvp), *mask.block, number_format, config.pv_threshold is not None)
+    size, q = Sizes.of(inputs, mask.block, quantized is not None), inputs.query
+    second, number_format, packed = (
+        config.pv_threshold is not None,
+        FORMATS[config.quantization],
+        inputs.packing is not None,
+    )
+    tiles = tile_sizes(
+        capability(q.device), max(size.dp, size.dvp), mask.block, number_format, second, q.dtype == torch.float32
+    )
     per_block = mask.block[0] // tiles["BM"]
-    second = config.pv_threshold is not None
     output = inputs.empty_output()
-    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=device) if inputs.needs_lse else None
-    if quantized is None:
-        q, k, v, padded = inputs.query, inputs.key, inputs.value, sight.k_len
-        scales: tuple[Tensor | None, ...] = (None, None, None)
-    else:
-        q, k, v, padded = quantized.query, quantized.key, quantized.value, quantized.key.shape[2]
-        scales = (quantized.query_scale, quantized.key_scale, quantized.value_scale)
+    lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
+    operands = (q, inputs.key, inputs.value, q, q, q, q)
+    if quantized is not None:
+        operands = (
+            quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
+            _or(quantized.value_scale, q), _or(quantized.lse_term, q),
+        )  # fmt: skip
     valid = None if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
     v_finite, limits = blocks.v_finite.view(torch.int8), _setting(config, "pv_threshold", inputs, second)
-    step = min(mask.q_blocks, max(1, LIST_BYTES // (4 * batch * heads * mask.k_blocks)))
-    counts = torch.empty(batch * heads * step, dtype=torch.int32, device=device)
-    lists = torch.empty(batch * heads * step * mask.k_blocks, dtype=torch.int32, device=device)
-    skipped = torch.zeros(batch, heads, dtype=torch.int64, device=device)
+    heads = size.batch * size.heads
+    step = min(size.q_blocks, max(1, LIST_BYTES // (4 * heads * size.k_blocks)))
+    lists, counts = _pieces(q, torch.int32, heads * step * size.k_blocks, heads * step)
+    skipped = _zero(q.device).expand(size.batch, size.heads)
     bits_batch, bits_head = (mask.bits.stride(n) if mask.bits.shape[n] > 1 else 0 for n in (0, 1))
-    for first in range(0, mask.q_blocks, step):
-        here = min(step, mask.q_blocks - first)
-        list_kernels.expand[(here, batch * heads)](
-            mask.bits, counts, lists, mask.q_blocks, mask.k_blocks, mask.bits.shape[3], first, here,
-            bits_batch, bits_head, heads, TILE=512, num_warps=4,
+    constants = {
+        "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
+        "BQ": mask.block[0], "BK": mask.block[1], "FORMAT": number_format,
+        "MASK_ALL": valid is not None or sight.left < sight.k_len, "HAS_VALID": valid is not None, "SECOND": second,
+        "WRITE_LSE": lse is not None, "CAREFUL": False, "PACKED": packed, **tiles,
+    }  # fmt: skip
+    for first in range(0, size.q_blocks, step):
+        here = min(step, size.q_blocks - first)
+        list_numbers = (
+            size.heads, size.q_len, size.q_tokens, size.k_blocks, mask.bits.shape[3], first, here,
+            bits_batch, bits_head,
         )  # fmt: skip
-        skips = torch.empty(batch, heads, here * per_block, dtype=torch.int32, device=device) if second else None
-        launch = functools.partial(
-            kernels.attend[(here * per_block, batch * heads)],
-            q, k, v, *scales, v_finite, valid, limits, counts, lists,
-            output, lse, skips,
-            inputs.scale * LOG2_E, heads, inputs.group_size, q_len, sight.k_len, mask.k_blocks, padded, first, here,
-            sight.offset, *_reach(inputs), *q.stride(), *k.stride(), *v.stride(), *output.stride(),
-            D=dim, DV=value_dim, DP=dp, DVP=dvp, BQ=mask.block[0], BK=mask.block[1], FORMAT=number_format,
-            MASK_ALL=valid is not None or sight.left < sight.k_len, HAS_VALID=valid is not None, SECOND=second,
-            WRITE_LSE=lse is not None, **tiles,
+        list_constants = {"BQ": mask.block[0], "TILE": 512, "PACKED": packed, "num_warps": 4}
+        list_pointers = (mask.bits, _ends(inputs)[0], counts, lists)
+        launch(
+            list_kernels.expand, here * heads, list_pointers, list_numbers, list_constants, facts(*list_pointers[:2])
+        )
+        skips = q.new_empty(size.batch, size.heads, here * per_block, dtype=torch.int32) if second else None
+        pointers = (
+            *operands, v_finite, _or(valid, q), *_ends(inputs), limits, counts, lists,
+            output, _or(lse, q), _or(skips, q),
         )  # fmt: skip
-        launch(CAREFUL=False)
-        if number_format < 2:
-            launch(CAREFUL=True)
+        numbers = (
+            inputs.scale * LOG2_E, size.heads, inputs.group_size, size.q_len, size.k_len, size.q_tokens, size.k_tokens,
+            size.k_blocks, size.k_slots, size.padded, first, here, *_reach(inputs),
+            *_strides(inputs, *operands[:3], output),
+        )  # fmt: skip
+        known = facts(*operands[:3], output, *_ends(inputs))
+        launch(kernels.attend, here * per_block * heads, pointers, numbers, constants, known)
+        if number_format < FORMATS["int8-fp8"]:
+            launch(kernels.attend, here * per_block * heads, pointers, numbers, {**constants, "CAREFUL": True}, known)
         if skips is not None:
-            skipped += skips.sum(-1, dtype=torch.int64)
-    if lse is not None and quantized is not None:
-        lse += _smoothing_term(inputs, quantized.key_mean)
+            skipped = skipped + skips.sum(-1, dtype=torch.int64)
     return Output(output, lse, skipped)
-
-
-def _smoothing_term(inputs: Inputs, key_mean: Tensor) -> Tensor:
-    """scale * q . k_mean: what smoothing took from every logit of a row."""
-    mean = key_mean.repeat_interleave(inputs.group_size, 1)
-    return torch.einsum("bhnd,bhd->bhn", inputs.query.float(), mean) * inputs.scale

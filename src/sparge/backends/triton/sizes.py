@@ -1,0 +1,139 @@
+"""Shapes and tile sizes: everything about a launch that depends on sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparge.inputs import Inputs
+from sparge.quantization import MIN_ROTATION
+
+KEY_TILE = 128  # 8-bit copies of K and V are padded to it, and packed sequences start at its multiples
+MOST_STEPS = 32  # tiles one item of preparation goes through, so that it loads the rotation once
+ITEMS = 512  # enough to fill a chip: shorter problems have smaller items
+SMALL_CHIPS = (86, 89, 120)  # 99 KB of shared memory
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def padded_dim(dim: int, int8: bool) -> int:
+    return max(power_of_two(dim), MIN_ROTATION if int8 else 16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shape of a problem as the kernels see it; packed sequences are batch entries of unequal length."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int  # of the longest sequence
+    k_len: int
+    q_tokens: int  # rows between one head and the next in per-token tensors
+    k_tokens: int
+    padded: int  # keys between one head and the next in the 8-bit copies
+    q_slots: int  # blocks between one head and the next
+    k_slots: int
+    dim: int
+    value_dim: int
+    dp: int  # channels, padded for the tensor core
+    dvp: int
+    entries: int  # leading extent of the tensors between the stages
+    q_blocks: int  # of the longest sequence
+    k_blocks: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, block: tuple[int, int], int8: bool) -> Sizes:
+        (batch, heads, q_tokens, dim), (kv_heads, k_tokens) = inputs.query.shape, inputs.key.shape[1:3]
+        sight, value_dim = inputs.visibility, inputs.value.shape[-1]
+        if inputs.packing is None:
+            sequences, padded = batch, -(-k_tokens // KEY_TILE) * KEY_TILE
+            q_slots, k_slots = -(-q_tokens // block[0]), -(-k_tokens // block[1])
+        else:  # every sequence may waste part of a block
+            sequences = inputs.packing.count
+            padded = (k_tokens // KEY_TILE + sequences) * KEY_TILE
+            q_slots, k_slots = q_tokens // block[0] + sequences, padded // block[1]
+        return cls(
+            sequences, heads, kv_heads, sight.q_len, sight.k_len, q_tokens, k_tokens, padded, q_slots, k_slots,
+            dim, value_dim, padded_dim(dim, int8), power_of_two(value_dim), batch,
+            -(-sight.q_len // block[0]), -(-sight.k_len // block[1]),
+        )  # fmt: skip
+
+    @property
+    def rows(self) -> int:
+        """Key/value heads in all."""
+        return self.batch * self.kv_heads
+
+    def row_step(self, block_rows: int) -> int:
+        """Query rows of one item of preparation."""
+        return _steps(self.batch * self.heads * self.q_blocks) * block_rows
+
+    @property
+    def key_step(self) -> int:
+        return _steps(self.rows * -(-self.k_len // KEY_TILE)) * KEY_TILE
+
+    def items(self, kind: str, block_rows: int, subblocks: int, tuning: dict[str, int]) -> int:
+        """How many items of one kind a key/value head has; queries are those of all heads that share it."""
+        padded = -(-self.k_len // KEY_TILE) * KEY_TILE
+        if kind == "SUM":
+            return -(-self.k_blocks * subblocks // tuning["SEGMENTS"])
+        if kind == "QUERIES":
+            return -(-self.q_len // self.row_step(block_rows)) * (self.heads // self.kv_heads)
+        return -(-padded // self.key_step) if kind == "KEYS" else padded // tuning["TILE"]
+
+
+def _steps(tiles: int) -> int:
+    return max(1, min(MOST_STEPS, tiles // ITEMS))
+
+
+def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype, subblocks: int) -> dict[str, int]:
+    """Sub-blocks summed at once, keys finished at once, warps and pipeline stages of one kind of preparation."""
+    if dtype == torch.float32 or widest > 128:
+        stages = 1 if chip in SMALL_CHIPS or dtype == torch.float32 else 2
+        return {"SEGMENTS": max(subblocks, 16), "TILE": 64, "num_warps": 8, "num_stages": stages}
+    tile = 64 if kind == "VALUES" else 128
+    warps = 4 if chip == 90 or kind in ("SUM", "VALUES") else 8  # four would spill elsewhere
+    stages = 3 if chip == 90 and kind == "QUERIES" else 2
+    return {"SEGMENTS": max(subblocks, 32), "TILE": tile, "num_warps": warps, "num_stages": stages}
+
+
+def select_sizes(subblocks: int, widest: int) -> dict[str, int]:
+    """Sub-rows per program, sub-blocks per product, key blocks per step."""
+    part = min(subblocks, 4 if widest <= 128 else 2)
+    return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": 4, "num_stages": 3 if widest <= 128 else 2}
+
+
+def tile_sizes(
+    chip: int, widest: int, block: tuple[int, int], number_format: int, second: bool, float32: bool
+) -> dict[str, int]:
+    """Rows per tile, blocks per step, steps per block, warps and pipeline stages.
+
+    Measured on sm_90; elsewhere the largest that fit the registers and shared memory.
+    """
+    pair = 2 if block[1] <= 64 and not second else 1
+    rows, warps, stages, split = 64, 8, 2, 1
+    small = chip in SMALL_CHIPS
+    if float32 and number_format == 0:
+        pair, stages, split = 1, 1, 1 if second else max(1, block[1] // 32)
+    elif widest > 128:
+        pair = pair if number_format == 2 and chip == 90 else 1
+        narrow = number_format == 0 and chip not in (90, 100)
+        stages = 1 if (second and number_format == 2) or (narrow and (small or not second)) else 2
+        keys = 32 if narrow else 64
+        split = 1 if second else max(1, block[1] // keys)
+    elif chip == 90 and number_format == 2:
+        warps, stages = 4, 4
+    elif widest <= 64:
+        rows, stages = 128, 2 if small else 3
+    elif chip in (90, 100):
+        rows, stages = 128, 3
+    elif number_format == 2:
+        rows, pair = 128, 1
+    else:
+        pair = 1
+    if block[0] % rows:
+        rows, warps = 64, max(4, warps // 2)
+    return {"BM": rows, "PAIR": pair, "SPLIT": split, "num_warps": warps, "num_stages": stages}

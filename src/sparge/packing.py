@@ -1,0 +1,46 @@
+"""Sequences packed end to end: where each begins, and what was computed of each. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequence n holds tokens ends[n] to ends[n + 1]. Its blocks begin at ends[n] // size + n among all blocks."""
+
+    q_ends: Tensor  # int32 or int64 [sequences + 1]
+    k_ends: Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.q_ends) - 1
+
+    def blocks_per_sequence(self, mask: BlockMask, sight: Visibility) -> tuple[Tensor, Tensor]:
+        """Kept and visible blocks, int64 [sequences, heads]."""
+        rows, keys = mask.block
+        slots = torch.arange(mask.bits.shape[2], device=mask.bits.device)
+        starts, q_len, k_len = self.q_ends[:-1].long(), self.q_ends.diff().long(), self.k_ends.diff().long()
+        bases = starts // rows + torch.arange(self.count, device=starts.device)
+        owner = torch.searchsorted(bases, slots, right=True) - 1
+        block = slots - bases[owner]
+        offset = (k_len - q_len)[owner]
+        top = block * rows
+        bottom = torch.minimum(top + rows, q_len[owner])
+        low = (top + offset - sight.left).clamp(min=0)
+        high = torch.minimum(bottom + offset + sight.right, k_len[owner])
+        real = (top < bottom) & (low < high)
+        visible = torch.where(real, -(-high // keys) - low // keys, 0)
+        kept = torch.where(real, mask.kept_per_row[0], 0)  # [heads, slots]
+        heads = kept.shape[0]
+
+        def per_sequence(counts: Tensor) -> Tensor:
+            return counts.new_zeros(heads, self.count).index_add_(1, owner, counts.expand(heads, -1)).T
+
+        return per_sequence(kept), per_sequence(visible)
