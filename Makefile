@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint types tests demo bench clean
+.PHONY: test lint types tests gpu-tests sanitize demo bench clean
 
 test: lint types tests
 
@@ -17,6 +17,13 @@ types: $(VENV)/.dev
 tests: $(VENV)/.dev
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py -k triton  # GPU kernels, on the CPU
+
+gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, share the compilation: --shard 0/20, 1/20, ...
+	$(BIN)/python -m pytest tests/test_gpu.py tests/test_parity.py -k "gpu or triton or packed"
+
+sanitize: $(VENV)/.dev
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/sanitize.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/sanitize.py
 
 demo: $(VENV)/.demo
 	$(BIN)/sparge demo

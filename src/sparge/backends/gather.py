@@ -21,6 +21,7 @@ class GatherBackend:
     """Plain torch on any device: skips blocks, but is several times slower than a compiled engine."""
 
     name = "torch"
+    takes_masks = True
 
     def unavailable(self) -> str | None:
         return None

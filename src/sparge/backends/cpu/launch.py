@@ -24,6 +24,7 @@ class CpuBackend:
     """Compiled for this CPU at first use; skips blocks in both stages, on every core."""
 
     name = "cpu"
+    takes_masks = True
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("llvmlite") is None:

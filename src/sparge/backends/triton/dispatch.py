@@ -25,6 +25,10 @@ def facts(*tensors: Tensor) -> Facts:
     return tuple(known)
 
 
+def addresses_of(pointers: tuple[Tensor, ...]) -> list[int]:
+    return [x.data_ptr() for x in pointers]
+
+
 def launch(
     kernel: Any,
     programs: int,
@@ -32,18 +36,20 @@ def launch(
     numbers: tuple[float, ...],
     constants: dict[str, Any],
     known: Facts = (),
+    addresses: list[int] | None = None,
 ) -> None:
     """kernel[(programs,)](*pointers, *numbers, **constants) on the current device and stream.
 
     `known` holds the facts of all tensors that were not just allocated; numbers that are not strides of those tensors
-    must be parameters on which the kernel does not specialise.
+    must be parameters on which the kernel does not specialise. `addresses` are those of the pointers, to look them up
+    once for several launches.
     """
     device = torch.cuda.current_device() if pointers[0].is_cuda else -1
-    key = (kernel, device, known, *constants.values())
+    key = (id(kernel), device, known, *constants.values())  # kernels live as long as their module
     found = _compiled.get(key)
     if found is not None:
         compiled, tail = found
-        compiled[programs, 1, 1](*[x.data_ptr() for x in pointers], *numbers, *tail)
+        compiled[programs, 1, 1](*(addresses or addresses_of(pointers)), *numbers, *tail)
         return
     compiled = kernel[(programs,)](*pointers, *numbers, **constants)
     if compiled is not None:  # the interpreter compiles nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends.triton.dispatch import facts, launch
+from sparge.backends.triton.dispatch import addresses_of, facts, launch
 from sparge.backends.triton.sizes import Sizes, prepare_sizes, select_sizes, tile_sizes
 from sparge.block_mask import WORD, BlockMask
 from sparge.config import RULES, SparseConfig
@@ -32,6 +33,7 @@ class TritonBackend:
     """Plain Triton kernels for NVIDIA GPUs from Ampere (sm_80) on; int8 and fp8 where the chip has them."""
 
     name = "triton"
+    takes_masks = True
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -131,11 +133,15 @@ def _or(x: Tensor | None, unused: Tensor) -> Tensor:
     return unused if x is None else x
 
 
-def _pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> tuple[Tensor, ...]:
+def _pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> Sequence[Tensor]:
     """Uninitialised scratch in one allocation; each piece begins aligned."""
     rounded = [-(-n // 64) * 64 for n in lengths]
-    pieces: tuple[Tensor, ...] = like.new_empty(sum(rounded), dtype=dtype).split(rounded)
-    return pieces
+    return torch.split_with_sizes(like.new_empty(sum(rounded), dtype=dtype), rounded)
+
+
+def _shaped(piece: Tensor, *shape: int) -> Tensor:
+    """The beginning of a piece, as a tensor."""
+    return piece[: math.prod(shape)].view(shape)
 
 
 def _ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -188,10 +194,10 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
         "PACKED": inputs.packing is not None, "HAS_VALID": valid is not None,
         "JUDGE": config.similarity is not None, "INT8": int8, "FP8": fp8, "WRITE_TERM": int8 and inputs.needs_lse,
     }  # fmt: skip
-    known = facts(q, k, v, *_ends(inputs))
+    known, addresses = facts(q, k, v, *_ends(inputs)), addresses_of(pointers)
     for kind in kinds:
         settings = constants | {"KIND": KINDS.index(kind)} | tunings[kind]
-        launch(kernels.prepare, size.rows * items[kind], pointers, (items[kind], *numbers), settings, known)
+        launch(kernels.prepare, size.rows * items[kind], pointers, (items[kind], *numbers), settings, known, addresses)
     return blocks
 
 
@@ -212,8 +218,7 @@ def _float_scratch(inputs: Inputs, config: SparseConfig, size: Sizes, sum_items:
         "key_scale": k_heads * (size.padded // KEYS_PER_SCALE) * int8,
         "lse_term": q_heads * size.q_tokens * (int8 and inputs.needs_lse),
     }
-    pieces = _pieces(inputs.query, torch.float32, *lengths.values())
-    return {name: piece[:n] for (name, n), piece in zip(lengths.items(), pieces, strict=True)}
+    return dict(zip(lengths, _pieces(inputs.query, torch.float32, *lengths.values()), strict=True))
 
 
 def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str, Tensor]) -> Blocks:
@@ -226,21 +231,21 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
         v8 = new(*keys, size.dvp, size.padded, dtype=torch.float8_e4m3fn) if fp8 else value.to(sixteen_bit(value.dtype))
         quantized = Quantized(
             query=new(*queries, size.q_tokens, size.dp, dtype=torch.int8),
-            query_scale=scratch["query_scale"].view(*queries, size.q_tokens),
+            query_scale=_shaped(scratch["query_scale"], *queries, size.q_tokens),
             key=new(*keys, size.padded, size.dp, dtype=torch.int8),
-            key_scale=scratch["key_scale"].view(*keys, -1),
-            key_mean=scratch["key_mean"].view(size.batch, size.kv_heads, size.dim),
+            key_scale=_shaped(scratch["key_scale"], *keys, size.padded // KEYS_PER_SCALE),
+            key_mean=_shaped(scratch["key_mean"], size.batch, size.kv_heads, size.dim),
             value=v8,
-            value_scale=scratch["value_scale"].view(size.batch, size.kv_heads, size.value_dim) if fp8 else None,
-            lse_term=scratch["lse_term"].view(*queries, size.q_tokens) if inputs.needs_lse else None,
+            value_scale=_shaped(scratch["value_scale"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            lse_term=_shaped(scratch["lse_term"], *queries, size.q_tokens) if inputs.needs_lse else None,
         )
     return Blocks(
         inputs,
         q_means=new(*queries, size.q_slots, a, size.dim, dtype=torch.bfloat16),
         k_means=new(*keys, b, size.k_slots, size.dim, dtype=torch.bfloat16),
         v_finite=new(*keys, size.k_slots, dtype=torch.bool),
-        q_similarity=scratch["q_similarity"].view(*queries, size.q_slots) if judge else None,
-        k_similarity=scratch["k_similarity"].view(*keys, size.k_slots) if judge else None,
+        q_similarity=_shaped(scratch["q_similarity"], *queries, size.q_slots) if judge else None,
+        k_similarity=_shaped(scratch["k_similarity"], *keys, size.k_slots) if judge else None,
         quantized=quantized,
         block=config.block,
     )
@@ -251,7 +256,8 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
 
     inputs, sight = blocks.inputs, blocks.inputs.visibility
     size, (a, b), q = Sizes.of(inputs, config.block, False), config.subblocks, inputs.query
-    if config.keeps_everything and inputs.packing is None:
+    everything = config.keeps_everything
+    if everything and inputs.packing is None:
         return BlockMask.all_visible(sight, config.block, size.batch, size.heads)
     words = -(-size.k_blocks // WORD)
     bits = q.new_empty(size.entries, size.heads, size.q_slots, words, dtype=torch.int32)
@@ -274,8 +280,7 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     )  # fmt: skip
     constants = {
         "D": size.dim, "DP": size.dp, "BQ": config.block[0], "BK": config.block[1], "Q_SUBS": a, "K_SUBS": b,
-        **{f"USE_{name.upper()}": name in config.rule and not config.keeps_everything for name in RULES},
-        "KEEP_ALL": config.keeps_everything,
+        **{f"USE_{name.upper()}": name in config.rule and not everything for name in RULES}, "KEEP_ALL": everything,
         "RIGHT_EDGE": sight.right_bounded, "HAS_VALID": valid, "JUDGE": judge, "PROTECT": protect,
         "PACKED": inputs.packing is not None, **sizes,
     }  # fmt: skip
@@ -352,9 +357,8 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         )  # fmt: skip
         list_constants = {"BQ": mask.block[0], "TILE": 512, "PACKED": packed, "num_warps": 4}
         list_pointers = (mask.bits, _ends(inputs)[0], counts, lists)
-        launch(
-            list_kernels.expand, here * heads, list_pointers, list_numbers, list_constants, facts(*list_pointers[:2])
-        )
+        list_known = (mask.bits.data_ptr() & 15, list_pointers[1].dtype, list_pointers[1].data_ptr() & 15)
+        launch(list_kernels.expand, here * heads, list_pointers, list_numbers, list_constants, list_known)
         skips = q.new_empty(size.batch, size.heads, here * per_block, dtype=torch.int32) if second else None
         pointers = (
             *operands, v_finite, _or(valid, q), *_ends(inputs), limits, counts, lists,

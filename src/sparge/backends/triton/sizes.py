@@ -122,6 +122,7 @@ def tile_sizes(
         pair = pair if number_format == 2 and chip == 90 else 1
         narrow = number_format == 0 and chip not in (90, 100)
         stages = 1 if (second and number_format == 2) or (narrow and (small or not second)) else 2
+        warps = 4 if number_format == 2 and second and block[1] > 64 else 8  # eight give wrong results with Triton 3.6
         keys = 32 if narrow else 64
         split = 1 if second else max(1, block[1] // keys)
     elif chip == 90 and number_format == 2:

@@ -1,0 +1,98 @@
+"""torch's own fused attention, for what sparsity cannot help: nothing to skip, or too little work to look for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs
+from sparge.stages import Blocks, Output
+
+WORTH_PREDICTING = (
+    9e8  # operations of dense attention per multiprocessor: some 0.2 ms, what a sparse call costs the host
+)
+CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
+
+
+class DenseBackend:
+    """Chosen only where the number format is left open: a caller who names one gets it."""
+
+    name = "dense"
+    takes_masks = False
+
+    def unavailable(self) -> str | None:
+        return None if torch.cuda.is_available() else "no CUDA device"
+
+    def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
+        query, sight = inputs.query, inputs.visibility
+        if query.device.type != "cuda":
+            return f"tensors are on {query.device.type}"
+        if config.quantization != "auto":
+            return f"the call asks for {config.quantization}"
+        if inputs.packing is not None or inputs.needs_lse or sight.key_valid is not None:
+            return "packed sequences, LSE and padding need sparge's kernels"
+        causal = sight.right == 0 and sight.q_len <= sight.k_len
+        if sight.left < sight.k_len or (sight.right < sight.k_len and not causal):
+            return "windows need sparge's kernels"
+        if not config.keeps_everything and _operations(inputs) >= WORTH_PREDICTING * _processors(query.device):
+            return "enough work for sparsity to pay"
+        return None
+
+    def default_quantization(self, device: torch.device) -> str:
+        return "none"
+
+    def summarize(self, inputs: Inputs, config: SparseConfig) -> Blocks:
+        nothing = inputs.query.new_empty(0)
+        return Blocks(inputs, nothing, nothing, nothing, None, None, None, config.block)
+
+    def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
+        batch, heads = blocks.inputs.query.shape[:2]
+        return BlockMask.all_visible(blocks.inputs.visibility, config.block, batch, heads)
+
+    def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+        inputs = blocks.inputs
+        skipped = torch.zeros(inputs.query.shape[:2], dtype=torch.int64, device=inputs.query.device)
+        return Output(_attention(inputs), None, skipped)
+
+
+def _operations(inputs: Inputs) -> int:
+    batch, heads, q_len, dim = inputs.query.shape
+    return 2 * batch * heads * q_len * inputs.key.shape[2] * (dim + inputs.value.shape[-1])
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _attention(inputs: Inputs) -> Tensor:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    causal, square = inputs.visibility.right == 0, query.shape[2] == key.shape[2]
+    if _cudnn_takes(inputs) and (square or not causal):
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, False, 0.0, causal, False, scale=inputs.scale
+        )
+        output: Tensor = result[0]
+        return output
+    bias = causal_lower_right(query.shape[2], key.shape[2]) if causal and not square else None
+    return scaled_dot_product_attention(
+        query, key, value, bias, is_causal=causal and square, scale=inputs.scale, enable_gqa=inputs.group_size > 1
+    )
+
+
+def _cudnn_takes(inputs: Inputs) -> bool:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    major, minor = torch.cuda.get_device_capability(query.device)
+    return (
+        10 * major + minor >= CUDNN_SINCE
+        and query.dtype != torch.float32
+        and inputs.group_size == 1
+        and dim == value_dim <= 128
+        and dim % 8 == 0
+        and min(query.shape[2], key.shape[2]) > 1
+        and all(x.stride(-1) == 1 for x in (query, key, value))
+    )

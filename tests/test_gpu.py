@@ -1,0 +1,215 @@
+"""What only a GPU shows: streams, graphs, compilers, threads, long sequences, and that the host never waits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from problems import plain_attention, randn, relative_l1, seen_pairs
+
+import sparge
+from sparge import SparseConfig
+from sparge.backends.triton import dispatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SPARSE = SparseConfig(rule="topk", topk=0.4, quantization="int8-fp8")
+FORMATS = ("none", "int8", "int8-fp8")
+
+
+def on_gpu(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return randn(seed, *shape).to("cuda", dtype)
+
+
+def problem(seed: int = 0, heads: int = 4, tokens: int = 1500, dim: int = 64) -> list[torch.Tensor]:
+    return [on_gpu(3 * seed + n, 1, heads, tokens, dim) for n in range(3)]
+
+
+def test_the_triton_backend_is_chosen():
+    _, stats = sparge.attention(*problem(), config=SPARSE, return_stats=True)
+    assert stats.backend == "triton"
+    assert stats.reason == "dense: the call asks for int8-fp8"
+
+
+def test_auto_takes_dense_attention_where_sparsity_cannot_help():
+    q, k, v = problem(tokens=300)
+    out, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True)
+    assert stats.backend == "dense"
+    assert float(stats.sparsity) == 0.0
+    want, _ = plain_attention(q.cpu(), k.cpu(), v.cpu(), seen_pairs(300, 300, True))
+    assert relative_l1(out.cpu(), want) < 0.01
+
+
+def test_a_mask_of_ones_own_is_followed():
+    q, k, v = problem(tokens=300)
+    mask = sparge.BlockMask.from_dense(torch.eye(3, 5, device="cuda").bool(), 300, 300)
+    out, stats = sparge.block_sparse_attention(q, k, v, mask, return_stats=True)
+    assert stats.backend == "triton"
+    assert "own mask" in stats.reason
+    want = torch.nn.functional.scaled_dot_product_attention(q[:, :, :128], k[:, :, :64], v[:, :, :64])
+    assert relative_l1(out[:, :, :128].cpu(), want.cpu()) < 0.08
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(77, 300), (1, 300), (300, 300)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "dtype"), [(4, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
+def test_dense_attention_follows_the_contract(q_len, k_len, is_causal, heads, dtype):
+    q = on_gpu(0, 2, 4, q_len, 64, dtype=dtype)
+    k, v = (on_gpu(n, 2, heads, k_len, 64, dtype=dtype) for n in (1, 2))
+    out, stats = sparge.attention(q, k, v, is_causal=is_causal, enable_gqa=True, return_stats=True)
+    assert stats.backend == "dense", stats.reason
+    want, _ = plain_attention(q.cpu(), k.cpu(), v.cpu(), seen_pairs(q_len, k_len, is_causal))
+    assert relative_l1(out.cpu(), want) < 0.01
+
+
+def test_no_call_waits_for_the_device():
+    q, k, v = problem()
+    padding = torch.arange(1500, device="cuda")[None, None, None] < 1400
+    ends = torch.tensor([0, 700, 1500], device="cuda", dtype=torch.int32)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    calls = [
+        lambda config: sparge.attention(q, k, v, config=config),
+        lambda config: sparge.attention(q, k, v, is_causal=True, config=config, return_lse=True),
+        lambda config: sparge.attention(q, k, v, padding, config=config, return_stats=True),
+        lambda config: sparge.varlen_attention(*packed, ends, ends, 800, 800, config=config, return_stats=True),
+        lambda config: sparge.predict_mask(q, k, config=config),
+    ]
+    configs = [SPARSE, SparseConfig(quantization="none", pv_threshold=-3.0), SparseConfig(similarity=0.2)]
+    configs.append(SparseConfig(rule="topk", topk=1.0, quantization="int8"))
+    for call in calls:
+        for config in configs:
+            call(config)  # compiles and fills caches
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            for config in configs:
+                call(config)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_cuda_graphs_replay(quantization):
+    config = SparseConfig(rule="topk", topk=0.4, quantization=quantization)
+    q, k, v = problem()
+    sparge.attention(q, k, v, is_causal=True, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparge.attention(q, k, v, is_causal=True, config=config)
+    for seed in (1, 2):
+        for x, fresh in zip((q, k, v), problem(seed), strict=True):
+            x.copy_(fresh)
+        graph.replay()
+        assert torch.equal(out, sparge.attention(q, k, v, is_causal=True, config=config))
+
+
+def test_torch_compile_without_graph_breaks():
+    q, k, v = problem()
+
+    @torch.compile(fullgraph=True)
+    def block(q, k, v):
+        return sparge.attention(q * 1.0, k, v, is_causal=True, config=SPARSE) + 1.0
+
+    torch.testing.assert_close(block(q, k, v), sparge.attention(q, k, v, is_causal=True, config=SPARSE) + 1.0)
+
+
+def test_two_streams_do_not_disturb_each_other():
+    problems = [problem(seed, tokens=3000) for seed in range(2)]
+    want = [sparge.attention(*p, config=SPARSE) for p in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        got = []
+        for stream, p in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(sparge.attention(*p, config=SPARSE))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_threads_do_not_disturb_each_other():
+    problems = [problem(seed, tokens=700 + 50 * seed) for seed in range(6)]
+    want = [sparge.attention(*p, config=SPARSE).cpu() for p in problems]
+    got: dict[int, torch.Tensor] = {}
+
+    def work(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(5):
+                out = sparge.attention(*problems[n], config=SPARSE)
+            got[n] = out.cpu()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[n], want[n]) for n in range(len(problems)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_tensors_device_is_used_whatever_the_current_one():
+    q, k, v = problem()
+    there = sparge.attention(*(x.to("cuda:1") for x in (q, k, v)), config=SPARSE)
+    assert there.device == torch.device("cuda:1")
+    assert torch.equal(there.cpu(), sparge.attention(q, k, v, config=SPARSE).cpu())
+
+
+def test_one_compiled_kernel_serves_every_length():
+    def run(tokens: int) -> None:
+        q, k, v = problem(tokens=tokens)
+        sparge.attention(q, k, v, is_causal=True, config=SPARSE)
+
+    run(1024)
+    known = len(dispatch._compiled)
+    for tokens in (1, 17, 1000, 1025, 4096, 5001):
+        run(tokens)
+    assert len(dispatch._compiled) == known
+
+
+def test_results_are_reproducible():
+    q, k, v = problem(tokens=5000)
+    first = sparge.attention(q, k, v, is_causal=True, config=SPARSE)
+    assert all(torch.equal(first, sparge.attention(q, k, v, is_causal=True, config=SPARSE)) for _ in range(5))
+
+
+def sampled_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, is_causal: bool) -> float:
+    """Largest relative L1 of a few rows of the first and last head, against float64."""
+    worst, offset = 0.0, k.shape[2] - q.shape[2]
+    for head in {0, q.shape[1] - 1}:
+        for row in (0, q.shape[2] // 2, q.shape[2] - 1):
+            stop = row + offset + 1 if is_causal else k.shape[2]
+            scores = k[0, head, :stop].double() @ q[0, head, row].double() / q.shape[-1] ** 0.5
+            want = scores.softmax(0) @ v[0, head, :stop].double()
+            worst = max(worst, relative_l1(out[0, head, row].cpu(), want.cpu()))
+    return worst
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("none", 0.01), ("int8", 0.05), ("int8-fp8", 0.08)])
+def test_a_quarter_of_a_million_tokens(quantization, bound):
+    q, k, v = (torch.randn(1, 2, 262_144 + 100, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    v += 1.0  # sums of random values would vanish beside their rounding
+    config = SparseConfig(rule="topk", topk=1.0, quantization=quantization)
+    out = sparge.attention(q, k, v, is_causal=True, config=config)
+    assert sampled_error(q, k, v, out, True) < bound
+    sparse, stats = sparge.attention(
+        q, k, v, is_causal=True, config=SparseConfig(quantization=quantization), return_stats=True
+    )
+    assert sparse.isfinite().all()
+    assert (stats.executed <= stats.visible).all()
+
+
+@pytest.mark.parametrize("long_side", ["queries", "keys"])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_offsets_past_32_bits(quantization, long_side):
+    """36 heads of 256K tokens and 256 channels are 2.4e9 elements."""
+    q_len, k_len = (262_144, 192) if long_side == "queries" else (192, 262_144)
+    q = torch.randn(1, 36, q_len, 256, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 36, k_len, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v += 1.0
+    config = SparseConfig(rule="topk", topk=1.0, quantization=quantization)
+    out = sparge.attention(q, k, v, config=config)
+    assert sampled_error(q, k, v, out, False) < {"none": 0.01, "int8": 0.05, "int8-fp8": 0.08}[quantization]
