@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+OLDEST_TRITON := $(VENV)/triton-oldest
 
 .PHONY: test lint types tests gpu-tests sanitize demo bench clean
 
@@ -14,9 +15,10 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-tests: $(VENV)/.dev
+tests: $(VENV)/.dev $(OLDEST_TRITON)
 	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py -k triton  # GPU kernels, on the CPU
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py -k "triton or packed"  # GPU kernels, on the CPU
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest tests/test_triton_compilation.py -m "not every_format"
 
 gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, share the compilation: --shard 0/20, 1/20, ...
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_parity.py -k "gpu or triton or packed"
@@ -30,6 +32,9 @@ demo: $(VENV)/.demo
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/cpu.py
+
+$(OLDEST_TRITON): $(VENV)/bin/python  # beside the newest, which the environment holds
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

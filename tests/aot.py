@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
@@ -28,7 +28,7 @@ class Resources:
     shared_bytes: int
     spill_bytes: int
     registers: int
-    ptx: str
+    ptx: str = field(repr=False)
 
 
 def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[str, object], arch: int) -> Resources:

@@ -10,7 +10,6 @@ from problems import plain_attention, randn, relative_l1, seen_pairs
 
 import sparge
 from sparge import SparseConfig
-from sparge.backends.triton import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,15 +158,22 @@ def test_the_tensors_device_is_used_whatever_the_current_one():
 
 
 def test_one_compiled_kernel_serves_every_length():
+    from sparge.backends.triton._attend import attend
+    from sparge.backends.triton._prepare import prepare
+    from sparge.backends.triton._select import expand, select
+
     def run(tokens: int) -> None:
         q, k, v = problem(tokens=tokens)
         sparge.attention(q, k, v, is_causal=True, config=SPARSE)
 
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[0][0]) for kernel in (prepare, select, expand, attend))
+
     run(1024)
-    known = len(dispatch._compiled)
+    known = compiled()
     for tokens in (1, 17, 1000, 1025, 4096, 5001):
         run(tokens)
-    assert len(dispatch._compiled) == known
+    assert compiled() == known
 
 
 def test_results_are_reproducible():

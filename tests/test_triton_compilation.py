@@ -15,38 +15,81 @@ import aot
 
 from sparge import SparseConfig
 from sparge.backends.triton import launch
-from sparge.inputs import prepare_inputs
+from sparge.inputs import Inputs, pack_inputs, prepare_inputs
+from sparge.packing import Packing
 
 MAX_SPILL = 16  # bytes
 FP8_SINCE = 89
+ARCHITECTURES = sorted(aot.SHARED_MEMORY_LIMIT)
 TENSOR_CORE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05", 120: "mma.sync"}
 
 
-def launches(monkeypatch, arch: int, quantization: str, dim: int, pv_threshold: float | None):
-    monkeypatch.setattr(launch, "capability", lambda device: arch)
+def a_problem(dim: int, packed: bool) -> Inputs:
     query, key, value = (torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16) for _ in range(3))
-    inputs = prepare_inputs(query, key, value, is_causal=True)
-    config = SparseConfig(quantization=quantization, pv_threshold=pv_threshold)
+    if not packed:
+        return prepare_inputs(query, key, value, is_causal=True)
+    packing = Packing(torch.tensor([0, 400, 1000]), torch.tensor([0, 400, 1000]))
+    tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+    return pack_inputs(*tokens, packing, (600, 600), is_causal=True, scale=None, window=None, needs_lse=True)
+
+
+def compile_all(monkeypatch, arch: int, config: SparseConfig, dim: int, packed: bool = False) -> list[aot.Resources]:
+    """Compiles what a call launches; the plain kernels must fit the chip."""
+    monkeypatch.setattr(launch, "capability", lambda device: arch)
     backend, noted = launch.TritonBackend(), []
     with aot.recorded_launches(noted):
-        blocks = backend.summarize(inputs, config)
+        blocks = backend.summarize(a_problem(dim, packed), config)
         backend.attend(blocks, backend.select(blocks, config), config)
-    return noted
-
-
-@pytest.mark.parametrize("arch", sorted(aot.SHARED_MEMORY_LIMIT))
-@pytest.mark.parametrize("quantization", ["none", "int8", "int8-fp8"])
-def test_kernels_compile_and_fit(monkeypatch, arch, quantization):
-    if quantization == "int8-fp8" and arch < FP8_SINCE:
-        pytest.skip("no fp8 on this architecture")
-    noted = launches(monkeypatch, arch, quantization, 128, None)
-    names = {kernel.__name__ for kernel, _, _ in noted}
-    assert names >= {"key_sums", "key_mean", "prepare_keys", "prepare_queries", "select", "expand", "attend"}
+    names = [kernel.__name__ for kernel, _, _ in noted]
+    preparations = 4 if config.quantization == "int8-fp8" else 3
+    assert names[: preparations + 3] == ["prepare"] * preparations + ["select", "expand", "attend"]
+    built = []
     for kernel, args, kwargs in noted:
         if kwargs.get("CAREFUL"):
             continue  # runs only where values are not finite
-        built = aot.compile_kernel(kernel, args, kwargs, arch)
-        assert built.shared_bytes <= aot.SHARED_MEMORY_LIMIT[arch] * 1024, (built.kernel, built.shared_bytes)
-        assert built.spill_bytes <= MAX_SPILL, (built.kernel, built.spill_bytes)
-        if built.kernel == "attend" and quantization == "none":
-            assert TENSOR_CORE[arch] in built.ptx
+        resources = aot.compile_kernel(kernel, args, kwargs, arch)
+        assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[arch] * 1024, resources
+        assert resources.spill_bytes <= MAX_SPILL, resources
+        built.append(resources)
+    return built
+
+
+def best_format(arch: int) -> str:
+    return "int8-fp8" if arch >= FP8_SINCE else "int8"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile_and_fit(monkeypatch, arch):
+    built = compile_all(monkeypatch, arch, SparseConfig(quantization=best_format(arch)), 128)
+    assert sum(resources.ptx.count(TENSOR_CORE[arch]) for resources in built)
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_other_formats_compile_and_fit(monkeypatch, arch, quantization):
+    if quantization == best_format(arch):
+        pytest.skip("compiled above")
+    compile_all(monkeypatch, arch, SparseConfig(quantization=quantization), 128)
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_other_head_dims_compile_and_fit(monkeypatch, arch, dim):
+    compile_all(monkeypatch, arch, SparseConfig(quantization=best_format(arch)), dim)
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_rarer_settings_compile_and_fit(monkeypatch, arch):
+    config = SparseConfig(
+        rule=("cdf", "topk"), similarity=0.1, pv_threshold=-3.0, protected=((0, 5),), quantization=best_format(arch)
+    )
+    compile_all(monkeypatch, arch, config, 64)
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("arch", [86, 90])
+def test_packed_kernels_compile_and_fit(monkeypatch, arch):
+    compile_all(monkeypatch, arch, SparseConfig(quantization=best_format(arch)), 128, packed=True)

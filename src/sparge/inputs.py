@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,38 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_SCALE = 1e30  # well inside float32
 
 Window = tuple[int | None, int | None]
+
+
+def _misalignment(x: Tensor | None) -> int | None:
+    """Where a copy is needed, the copy is aligned."""
+    return None if x is None else x.data_ptr() & 15 if x.is_contiguous() else 0
+
+
+class Signature(NamedTuple):
+    """A problem without its data: two with equal signatures may be computed by the same kernel launches."""
+
+    q_shape: tuple[int, ...]  # [B, Hq, Nq, D]
+    k_shape: tuple[int, ...]
+    value_dim: int
+    q_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    misalignments: tuple[int, int, int]  # addresses of query, key and value, modulo 16
+    scale: float
+    q_len: int  # of the longest sequence
+    k_len: int
+    left: int
+    right: int
+    valid: int | None  # address of the key padding, modulo 16
+    layout: str
+    needs_lse: bool
+    packing: tuple[int, torch.dtype, torch.dtype, int, int] | None
+
+    @property
+    def has_valid(self) -> bool:
+        return self.valid is not None
 
 
 @dataclass(frozen=True)
@@ -40,6 +74,17 @@ class Inputs:
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.query.shape[1] // self.key.shape[1]
+
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """Everything but the data."""
+        query, key, value, sight, packing = self.query, self.key, self.value, self.visibility, self.packing
+        return Signature(
+            query.shape, key.shape, value.shape[-1], query.stride(), key.stride(), value.stride(), query.dtype,
+            query.device, (query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15), self.scale,
+            sight.q_len, sight.k_len, sight.left, sight.right, _misalignment(sight.key_valid), self.layout,
+            self.needs_lse, None if packing is None else packing.signature,
+        )  # fmt: skip
 
     def empty_output(self) -> Tensor:
         """[B, Hq, Nq, Dv], stored so that the caller's layout is contiguous."""

@@ -22,6 +22,12 @@ class Packing:
     def count(self) -> int:
         return len(self.q_ends) - 1
 
+    @property
+    def signature(self) -> tuple[int, torch.dtype, torch.dtype, int, int]:
+        """Number of sequences, types of the ends, and their addresses modulo 16."""
+        q_ends, k_ends = self.q_ends, self.k_ends
+        return self.count, q_ends.dtype, k_ends.dtype, q_ends.data_ptr() & 15, k_ends.data_ptr() & 15
+
     def blocks_per_sequence(self, mask: BlockMask, sight: Visibility) -> tuple[Tensor, Tensor]:
         """Kept and visible blocks, int64 [sequences, heads]."""
         rows, keys = mask.block

@@ -12,9 +12,10 @@ from sparge.config import SparseConfig
 from sparge.inputs import Inputs
 from sparge.stages import Blocks, Output
 
-WORTH_PREDICTING = (
-    9e8  # operations of dense attention per multiprocessor: some 0.2 ms, what a sparse call costs the host
-)
+# Operations of dense attention, per multiprocessor, from which a sparse call pays. Below, launching its kernels costs
+# the host more than dense attention takes; a graph under capture will not pay that.
+WORTH_PREDICTING = 2.5e9
+WORTH_PREDICTING_CAPTURED = 1e9
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
 
 
@@ -38,7 +39,9 @@ class DenseBackend:
         causal = sight.right == 0 and sight.q_len <= sight.k_len
         if sight.left < sight.k_len or (sight.right < sight.k_len and not causal):
             return "windows need sparge's kernels"
-        if not config.keeps_everything and _operations(inputs) >= WORTH_PREDICTING * _processors(query.device):
+        captured = torch.cuda.is_current_stream_capturing()
+        enough = (WORTH_PREDICTING_CAPTURED if captured else WORTH_PREDICTING) * _processors(query.device)
+        if not config.keeps_everything and _operations(inputs) >= enough:
             return "enough work for sparsity to pay"
         return None
 

@@ -13,20 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends.triton.dispatch import addresses_of, facts, launch
-from sparge.backends.triton.sizes import Sizes, prepare_sizes, select_sizes, tile_sizes
-from sparge.block_mask import WORD, BlockMask
+from sparge.backends.triton.dispatch import addresses_of
+from sparge.backends.triton.plans import Operands, attend_plan, prepare_plan, select_plan
+from sparge.backends.triton.sizes import Sizes
+from sparge.block_mask import BlockMask
 from sparge.config import RULES, SparseConfig
 from sparge.inputs import Inputs
 from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit
 from sparge.stages import Blocks, Output
 
-LOG2_E = math.log2(math.e)
-FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
-KINDS = ("SUM", "QUERIES", "KEYS", "VALUES")  # of preparation work, a launch each
 MAX_FLOAT32_DIM = 128
 LARGEST_ROTATION = 128  # done as one product; more channels take a butterfly besides
-LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 
 
 class TritonBackend:
@@ -150,75 +147,28 @@ def _ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return (inputs.query, inputs.key) if packing is None else (packing.q_ends, packing.k_ends)
 
 
-def _strides(inputs: Inputs, *tensors: Tensor) -> tuple[int, ...]:
-    """Packed tensors have one batch entry, whose stride must not count."""
-    if inputs.packing is None:
-        return tuple(n for x in tensors for n in x.stride())
-    return tuple(n for x in tensors for n in (0, *x.stride()[1:]))
-
-
 def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
-    from sparge.backends.triton import _prepare as kernels
-
     if inputs.scale < 0:  # the kernels take a row's largest product for its largest score
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
-    q, k, v, valid = inputs.query, inputs.key, inputs.value, inputs.visibility.key_valid
-    int8, fp8 = config.quantization != "none", config.quantization == "int8-fp8"
-    size, (a, b) = Sizes.of(inputs, config.block, int8), config.subblocks
-    kinds = KINDS if fp8 else KINDS[:-1]
-    chip, widest = capability(q.device), max(size.dp, size.dvp)
-    tunings = {kind: prepare_sizes(kind, chip, widest, q.dtype, b) for kind in kinds}
-    items = {kind: size.items(kind, config.block[0], b, tuning) for kind, tuning in tunings.items()}
-    scratch = _float_scratch(inputs, config, size, items["SUM"])
-    blocks = _blocks(inputs, config, size, scratch)
-    copies = (
-        (q, q, q) if blocks.quantized is None else [getattr(blocks.quantized, x) for x in ("query", "key", "value")]
-    )
-    pointers = (
-        q, k, v, q if valid is None else valid.contiguous().view(torch.int8),
-        q if valid is None else valid.sum(1, dtype=torch.int32), *_ends(inputs), _hadamard(size.dp, q.device),
-        torch.zeros(size.rows, dtype=torch.int32, device=q.device),
+    q, valid = inputs.query, inputs.visibility.key_valid
+    plan = prepare_plan(inputs.signature, config, capability(q.device))
+    scratch = dict(zip(plan.scratch, _pieces(q, torch.float32, *plan.scratch.values()), strict=True))
+    blocks = _blocks(inputs, config, plan.sizes, scratch)
+    copied = blocks.quantized
+    tensors = (
+        q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
+        q if valid is None else valid.sum(1, dtype=torch.int32), *_ends(inputs), _hadamard(plan.sizes.dp, q.device),
+        torch.zeros(plan.sizes.rows, dtype=torch.int32, device=q.device),
         *(scratch[x] for x in ("sums", "partial", "v_max", "key_mean", "rotated_mean", "value_scale")),
         blocks.v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
-        scratch["q_similarity"], scratch["k_similarity"], *copies,
-        *(scratch[x] for x in ("query_scale", "key_scale", "lse_term")),
+        scratch["q_similarity"], scratch["k_similarity"],
+        *((q, q, q) if copied is None else (copied.query, copied.key, copied.value)),
+        scratch["query_scale"], scratch["key_scale"], scratch["lse_term"],
     )  # fmt: skip
-    numbers = (
-        size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.padded, size.q_slots, size.k_slots,
-        size.kv_heads, inputs.group_size, size.row_step(config.block[0]), size.key_step,
-        1 / math.sqrt(size.dp), inputs.scale, *_strides(inputs, q, k, v),
-    )  # fmt: skip
-    constants = {
-        "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
-        "BQ": config.block[0], "BK": config.block[1], "Q_SUBS": a, "K_SUBS": b,
-        "PACKED": inputs.packing is not None, "HAS_VALID": valid is not None,
-        "JUDGE": config.similarity is not None, "INT8": int8, "FP8": fp8, "WRITE_TERM": int8 and inputs.needs_lse,
-    }  # fmt: skip
-    known, addresses = facts(q, k, v, *_ends(inputs)), addresses_of(pointers)
-    for kind in kinds:
-        settings = constants | {"KIND": KINDS.index(kind)} | tunings[kind]
-        launch(kernels.prepare, size.rows * items[kind], pointers, (items[kind], *numbers), settings, known, addresses)
+    addresses = addresses_of(tensors)
+    for launch in plan.launches:
+        launch(tensors, addresses)
     return blocks
-
-
-def _float_scratch(inputs: Inputs, config: SparseConfig, size: Sizes, sum_items: int) -> dict[str, Tensor]:
-    """The float32 tensors of preparation, in one allocation; those the settings do not use are empty."""
-    int8, fp8, judge = config.quantization != "none", config.quantization == "int8-fp8", config.similarity is not None
-    q_heads, k_heads = size.entries * size.heads, size.entries * size.kv_heads
-    lengths = {
-        "sums": k_heads * size.k_slots * config.subblocks[1] * size.dim,
-        "partial": size.rows * sum_items * size.dim,
-        "v_max": size.rows * sum_items * size.value_dim,
-        "key_mean": size.rows * size.dim,
-        "rotated_mean": size.rows * size.dp,
-        "value_scale": size.rows * size.value_dim * fp8,
-        "q_similarity": q_heads * size.q_slots * judge,
-        "k_similarity": k_heads * size.k_slots * judge,
-        "query_scale": q_heads * size.q_tokens * int8,
-        "key_scale": k_heads * (size.padded // KEYS_PER_SCALE) * int8,
-        "lse_term": q_heads * size.q_tokens * (int8 and inputs.needs_lse),
-    }
-    return dict(zip(lengths, _pieces(inputs.query, torch.float32, *lengths.values()), strict=True))
 
 
 def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str, Tensor]) -> Blocks:
@@ -252,40 +202,24 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
 
 
 def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
-    from sparge.backends.triton import _select as kernels
-
-    inputs, sight = blocks.inputs, blocks.inputs.visibility
-    size, (a, b), q = Sizes.of(inputs, config.block, False), config.subblocks, inputs.query
-    everything = config.keeps_everything
-    if everything and inputs.packing is None:
-        return BlockMask.all_visible(sight, config.block, size.batch, size.heads)
-    words = -(-size.k_blocks // WORD)
-    bits = q.new_empty(size.entries, size.heads, size.q_slots, words, dtype=torch.int32)
-    valid, judge, protect = sight.key_valid is not None, config.similarity is not None, bool(config.protected)
-    before = None
+    inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
+    if config.keeps_everything and inputs.packing is None:
+        return BlockMask.all_visible(sight, config.block, *q.shape[:2])
+    plan = select_plan(inputs.signature, config, capability(q.device))
+    size = plan.sizes
+    bits = q.new_empty(size.entries, size.heads, size.q_slots, plan.words, dtype=torch.int32)
+    filled, before = q, q
     if sight.key_valid is not None:
+        filled = blocks.k_filled.contiguous().view(torch.int8)
         before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
-    protected = _protected(config, sight.q_len, sight.k_len, q.device) if protect else (q, q)
-    settings = [_setting(config, name, inputs, name in config.rule) for name in RULES]
-    sizes = select_sizes(b, size.dim)
-    tiles = -(-size.q_blocks * a // sizes["ROWS"])
-    pointers = (
-        blocks.q_means, blocks.k_means, blocks.k_filled.contiguous().view(torch.int8) if valid else q, _or(before, q),
-        *_ends(inputs), blocks.v_finite.view(torch.int8), _or(blocks.q_similarity, q), _or(blocks.k_similarity, q),
-        *protected, *settings, _setting(config, "similarity", inputs, judge), bits,
+    tensors = (
+        blocks.q_means, blocks.k_means, filled, before, *_ends(inputs), blocks.v_finite.view(torch.int8),
+        _or(blocks.q_similarity, q), _or(blocks.k_similarity, q),
+        *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
+        *(_setting(config, name, inputs, name in config.rule) for name in RULES),
+        _setting(config, "similarity", inputs, config.similarity is not None), bits,
     )  # fmt: skip
-    numbers = (
-        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,
-        words, *_reach(inputs), config.sinks, tiles, inputs.scale * LOG2_E,
-    )  # fmt: skip
-    constants = {
-        "D": size.dim, "DP": size.dp, "BQ": config.block[0], "BK": config.block[1], "Q_SUBS": a, "K_SUBS": b,
-        **{f"USE_{name.upper()}": name in config.rule and not everything for name in RULES}, "KEEP_ALL": everything,
-        "RIGHT_EDGE": sight.right_bounded, "HAS_VALID": valid, "JUDGE": judge, "PROTECT": protect,
-        "PACKED": inputs.packing is not None, **sizes,
-    }  # fmt: skip
-    known = facts(*_ends(inputs)) if inputs.packing is not None else ()
-    launch(kernels.select, tiles * size.batch * size.heads, pointers, numbers, constants, known)
+    plan.launch(tensors, addresses_of(tensors))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
     return BlockMask(bits, q_len, sight.k_len, config.block, sight)
 
@@ -306,73 +240,40 @@ def _protected(config: SparseConfig, q_len: int, k_len: int, device: torch.devic
     return q_flags.to(device), k_flags.to(device)
 
 
-def _reach(inputs: Inputs) -> tuple[int, int]:
-    """How far a row sees to the left and right; further than every key is enough, and keeps positions in 32 bits."""
-    sight = inputs.visibility
-    everything = sight.q_len + sight.k_len
-    return min(sight.left, everything), min(sight.right, everything)
-
-
 def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
-    from sparge.backends.triton import _attend as kernels
-    from sparge.backends.triton import _select as list_kernels
-
-    inputs, sight, quantized = blocks.inputs, blocks.inputs.visibility, blocks.quantized
-    size, q = Sizes.of(inputs, mask.block, quantized is not None), inputs.query
-    second, number_format, packed = (
-        config.pv_threshold is not None,
-        FORMATS[config.quantization],
-        inputs.packing is not None,
-    )
-    tiles = tile_sizes(
-        capability(q.device), max(size.dp, size.dvp), mask.block, number_format, second, q.dtype == torch.float32
-    )
-    per_block = mask.block[0] // tiles["BM"]
+    inputs, quantized, bits = blocks.inputs, blocks.quantized, mask.bits
+    q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
     output = inputs.empty_output()
-    lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     operands = (q, inputs.key, inputs.value, q, q, q, q)
     if quantized is not None:
         operands = (
             quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
             _or(quantized.value_scale, q), _or(quantized.lse_term, q),
         )  # fmt: skip
-    valid = None if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
-    v_finite, limits = blocks.v_finite.view(torch.int8), _setting(config, "pv_threshold", inputs, second)
-    heads = size.batch * size.heads
-    step = min(size.q_blocks, max(1, LIST_BYTES // (4 * heads * size.k_blocks)))
-    lists, counts = _pieces(q, torch.int32, heads * step * size.k_blocks, heads * step)
+    bits_batch, bits_head = (bits.stride(n) if bits.shape[n] > 1 else 0 for n in (0, 1))
+    layout = Operands(
+        operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(),
+        (operands[2].data_ptr() & 15, bits.data_ptr() & 15), bits_batch, bits_head, bits.shape[3],
+    )  # fmt: skip
+    plan = attend_plan(inputs.signature, config, mask.block, layout, capability(q.device))
+    size = plan.sizes
+    lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
+    lists, counts = _pieces(q, torch.int32, plan.list_entries, plan.list_rows)
     skipped = _zero(q.device).expand(size.batch, size.heads)
-    bits_batch, bits_head = (mask.bits.stride(n) if mask.bits.shape[n] > 1 else 0 for n in (0, 1))
-    constants = {
-        "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
-        "BQ": mask.block[0], "BK": mask.block[1], "FORMAT": number_format,
-        "MASK_ALL": valid is not None or sight.left < sight.k_len, "HAS_VALID": valid is not None, "SECOND": second,
-        "WRITE_LSE": lse is not None, "CAREFUL": False, "PACKED": packed, **tiles,
-    }  # fmt: skip
-    for first in range(0, size.q_blocks, step):
-        here = min(step, size.q_blocks - first)
-        list_numbers = (
-            size.heads, size.q_len, size.q_tokens, size.k_blocks, mask.bits.shape[3], first, here,
-            bits_batch, bits_head,
+    listing = (bits, _ends(inputs)[0], counts, lists)
+    for part in plan.parts:
+        skips = q
+        if second:
+            skips = q.new_empty(size.batch, size.heads, part.blocks * part.tiles_per_block, dtype=torch.int32)
+        tensors = (
+            *operands, blocks.v_finite.view(torch.int8), q if valid is None else valid.contiguous().view(torch.int8),
+            *_ends(inputs), _setting(config, "pv_threshold", inputs, second), counts, lists, output, _or(lse, q), skips,
         )  # fmt: skip
-        list_constants = {"BQ": mask.block[0], "TILE": 512, "PACKED": packed, "num_warps": 4}
-        list_pointers = (mask.bits, _ends(inputs)[0], counts, lists)
-        list_known = (mask.bits.data_ptr() & 15, list_pointers[1].dtype, list_pointers[1].data_ptr() & 15)
-        launch(list_kernels.expand, here * heads, list_pointers, list_numbers, list_constants, list_known)
-        skips = q.new_empty(size.batch, size.heads, here * per_block, dtype=torch.int32) if second else None
-        pointers = (
-            *operands, v_finite, _or(valid, q), *_ends(inputs), limits, counts, lists,
-            output, _or(lse, q), _or(skips, q),
-        )  # fmt: skip
-        numbers = (
-            inputs.scale * LOG2_E, size.heads, inputs.group_size, size.q_len, size.k_len, size.q_tokens, size.k_tokens,
-            size.k_blocks, size.k_slots, size.padded, first, here, *_reach(inputs),
-            *_strides(inputs, *operands[:3], output),
-        )  # fmt: skip
-        known = facts(*operands[:3], output, *_ends(inputs))
-        launch(kernels.attend, here * per_block * heads, pointers, numbers, constants, known)
-        if number_format < FORMATS["int8-fp8"]:
-            launch(kernels.attend, here * per_block * heads, pointers, numbers, {**constants, "CAREFUL": True}, known)
-        if skips is not None:
+        part.expand(listing, addresses_of(listing))
+        addresses = addresses_of(tensors)
+        part.attend(tensors, addresses)
+        if part.careful is not None:
+            part.careful(tensors, addresses)
+        if second:
             skipped = skipped + skips.sum(-1, dtype=torch.int64)
     return Output(output, lse, skipped)

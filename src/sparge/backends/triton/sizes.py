@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparge.inputs import Inputs
+from sparge.inputs import Signature
 from sparge.quantization import MIN_ROTATION
 
 KEY_TILE = 128  # 8-bit copies of K and V are padded to it, and packed sequences start at its multiples
@@ -46,20 +46,19 @@ class Sizes:
     k_blocks: int
 
     @classmethod
-    def of(cls, inputs: Inputs, block: tuple[int, int], int8: bool) -> Sizes:
-        (batch, heads, q_tokens, dim), (kv_heads, k_tokens) = inputs.query.shape, inputs.key.shape[1:3]
-        sight, value_dim = inputs.visibility, inputs.value.shape[-1]
-        if inputs.packing is None:
+    def of(cls, problem: Signature, block: tuple[int, int], int8: bool) -> Sizes:
+        (batch, heads, q_tokens, dim), (kv_heads, k_tokens) = problem.q_shape, problem.k_shape[1:3]
+        if problem.packing is None:
             sequences, padded = batch, -(-k_tokens // KEY_TILE) * KEY_TILE
             q_slots, k_slots = -(-q_tokens // block[0]), -(-k_tokens // block[1])
         else:  # every sequence may waste part of a block
-            sequences = inputs.packing.count
+            sequences = problem.packing[0]
             padded = (k_tokens // KEY_TILE + sequences) * KEY_TILE
             q_slots, k_slots = q_tokens // block[0] + sequences, padded // block[1]
         return cls(
-            sequences, heads, kv_heads, sight.q_len, sight.k_len, q_tokens, k_tokens, padded, q_slots, k_slots,
-            dim, value_dim, padded_dim(dim, int8), power_of_two(value_dim), batch,
-            -(-sight.q_len // block[0]), -(-sight.k_len // block[1]),
+            sequences, heads, kv_heads, problem.q_len, problem.k_len, q_tokens, k_tokens, padded, q_slots, k_slots,
+            dim, problem.value_dim, padded_dim(dim, int8), power_of_two(problem.value_dim), batch,
+            -(-problem.q_len // block[0]), -(-problem.k_len // block[1]),
         )  # fmt: skip
 
     @property
@@ -100,14 +99,15 @@ def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype, subbloc
     return {"SEGMENTS": max(subblocks, 32), "TILE": tile, "num_warps": warps, "num_stages": stages}
 
 
-def select_sizes(subblocks: int, widest: int) -> dict[str, int]:
+def select_sizes(chip: int, subblocks: int, widest: int) -> dict[str, int]:
     """Sub-rows per program, sub-blocks per product, key blocks per step."""
-    part = min(subblocks, 4 if widest <= 128 else 2)
-    return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": 4, "num_stages": 3 if widest <= 128 else 2}
+    part = min(subblocks, 4 if widest <= 128 and chip != 100 else 2)
+    warps = 4 if chip == 90 else 8  # four would spill elsewhere
+    return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": 3 if widest <= 128 else 2}
 
 
 def tile_sizes(
-    chip: int, widest: int, block: tuple[int, int], number_format: int, second: bool, float32: bool
+    chip: int, widest: int, block: tuple[int, int], number_format: int, second: bool, float32: bool, packed: bool
 ) -> dict[str, int]:
     """Rows per tile, blocks per step, steps per block, warps and pipeline stages.
 
@@ -119,7 +119,7 @@ def tile_sizes(
     if float32 and number_format == 0:
         pair, stages, split = 1, 1, 1 if second else max(1, block[1] // 32)
     elif widest > 128:
-        pair = pair if number_format == 2 and chip == 90 else 1
+        pair = 1
         narrow = number_format == 0 and chip not in (90, 100)
         stages = 1 if (second and number_format == 2) or (narrow and (small or not second)) else 2
         warps = 4 if number_format == 2 and second and block[1] > 64 else 8  # eight give wrong results with Triton 3.6
@@ -134,7 +134,7 @@ def tile_sizes(
     elif number_format == 2:
         rows, pair = 128, 1
     else:
-        pair = 1
+        pair, stages = 1, 1 if small and packed and number_format == 1 else 2
     if block[0] % rows:
         rows, warps = 64, max(4, warps // 2)
     return {"BM": rows, "PAIR": pair, "SPLIT": split, "num_warps": warps, "num_stages": stages}

@@ -1,0 +1,188 @@
+"""What a problem launches: worked out once per problem and settings, then reused. No tensors here."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from sparge.backends.triton.dispatch import Launch
+from sparge.backends.triton.sizes import Sizes, prepare_sizes, select_sizes, tile_sizes
+from sparge.block_mask import WORD
+from sparge.config import RULES, SparseConfig
+from sparge.inputs import Signature
+from sparge.quantization import KEYS_PER_SCALE
+
+LOG2_E = math.log2(math.e)
+FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
+KINDS = ("SUM", "QUERIES", "KEYS", "VALUES")  # of preparation work, a launch each
+LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
+REMEMBERED = 512  # problems
+
+
+@dataclass(frozen=True)
+class PreparePlan:
+    sizes: Sizes
+    scratch: dict[str, int]  # float32 numbers of each tensor
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class SelectPlan:
+    sizes: Sizes
+    words: int
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class ListedRows:
+    """Some query blocks whose lists fit the scratch: make the lists, then attend over them."""
+
+    blocks: int
+    tiles_per_block: int
+    expand: Launch
+    attend: Launch
+    careful: Launch | None  # for masked blocks with values that are not finite
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    sizes: Sizes
+    list_entries: int
+    list_rows: int
+    parts: tuple[ListedRows, ...]
+
+
+def _strides(problem: Signature, *strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Packed tensors have one batch entry, whose stride must not count."""
+    if problem.packing is None:
+        return tuple(n for one in strides for n in one)
+    return tuple(n for one in strides for n in (0, *one[1:]))
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> PreparePlan:
+    from sparge.backends.triton import _prepare as kernels
+
+    int8, fp8, judge = config.quantization != "none", config.quantization == "int8-fp8", config.similarity is not None
+    size, (rows, keys), (a, b) = Sizes.of(problem, config.block, int8), config.block, config.subblocks
+    kinds = KINDS if fp8 else KINDS[:-1]
+    tunings = {kind: prepare_sizes(kind, chip, max(size.dp, size.dvp), problem.dtype, b) for kind in kinds}
+    items = {kind: size.items(kind, rows, b, tuning) for kind, tuning in tunings.items()}
+    q_heads, k_heads = size.entries * size.heads, size.entries * size.kv_heads
+    scratch = {
+        "sums": k_heads * size.k_slots * b * size.dim,
+        "partial": size.rows * items["SUM"] * size.dim,
+        "v_max": size.rows * items["SUM"] * size.value_dim,
+        "key_mean": size.rows * size.dim,
+        "rotated_mean": size.rows * size.dp,
+        "value_scale": size.rows * size.value_dim * fp8,
+        "q_similarity": q_heads * size.q_slots * judge,
+        "k_similarity": k_heads * size.k_slots * judge,
+        "query_scale": q_heads * size.q_tokens * int8,
+        "key_scale": k_heads * (size.padded // KEYS_PER_SCALE) * int8,
+        "lse_term": q_heads * size.q_tokens * (int8 and problem.needs_lse),
+    }
+    numbers = (
+        size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.padded, size.q_slots, size.k_slots,
+        size.kv_heads, size.heads // size.kv_heads, size.row_step(rows), size.key_step,
+        1 / math.sqrt(size.dp), problem.scale,
+        *_strides(problem, problem.q_strides, problem.k_strides, problem.v_strides),
+    )  # fmt: skip
+    constants = {
+        "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp, "BQ": rows, "BK": keys,
+        "Q_SUBS": a, "K_SUBS": b, "PACKED": problem.packing is not None, "HAS_VALID": problem.has_valid,
+        "JUDGE": judge, "INT8": int8, "FP8": fp8, "WRITE_TERM": int8 and problem.needs_lse,
+    }  # fmt: skip
+    launches = tuple(
+        Launch(
+            kernels.prepare, size.rows * items[kind], (items[kind], *numbers),
+            constants | {"KIND": KINDS.index(kind)} | tunings[kind],
+        )
+        for kind in kinds
+    )  # fmt: skip
+    return PreparePlan(size, scratch, launches)
+
+
+def _reach(problem: Signature) -> tuple[int, int]:
+    """How far a row sees to the left and right; further than every key is enough, and keeps positions in 32 bits."""
+    everything = problem.q_len + problem.k_len
+    return min(problem.left, everything), min(problem.right, everything)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPlan:
+    from sparge.backends.triton import _select as kernels
+
+    size, (rows, keys), (a, b) = Sizes.of(problem, config.block, False), config.block, config.subblocks
+    words, everything, tuning = -(-size.k_blocks // WORD), config.keeps_everything, select_sizes(chip, b, size.dim)
+    tiles = -(-size.q_blocks * a // tuning["ROWS"])
+    numbers = (
+        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,
+        words, *_reach(problem), config.sinks, tiles, problem.scale * LOG2_E,
+    )  # fmt: skip
+    constants = {
+        "D": size.dim, "DP": size.dp, "BQ": rows, "BK": keys, "Q_SUBS": a, "K_SUBS": b,
+        **{f"USE_{name.upper()}": name in config.rule and not everything for name in RULES}, "KEEP_ALL": everything,
+        "RIGHT_EDGE": problem.right < problem.q_len + problem.k_len, "HAS_VALID": problem.has_valid,
+        "JUDGE": config.similarity is not None, "PROTECT": bool(config.protected),
+        "PACKED": problem.packing is not None, **tuning,
+    }  # fmt: skip
+    return SelectPlan(size, words, Launch(kernels.select, tiles * size.batch * size.heads, numbers, constants))
+
+
+class Operands(NamedTuple):
+    """Strides of what the attention kernel reads and writes, and of the mask's bits."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    output: tuple[int, ...]
+    misalignments: tuple[int, ...]
+    bits_batch: int
+    bits_head: int
+    words: int
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def attend_plan(
+    problem: Signature, config: SparseConfig, block: tuple[int, int], operands: Operands, chip: int
+) -> AttendPlan:
+    from sparge.backends.triton import _attend as kernels
+    from sparge.backends.triton import _select as list_kernels
+
+    number_format, second = FORMATS[config.quantization], config.pv_threshold is not None
+    size, packed = Sizes.of(problem, block, number_format > 0), problem.packing is not None
+    tiles = tile_sizes(
+        chip, max(size.dp, size.dvp), block, number_format, second, problem.dtype == torch.float32, packed
+    )
+    per_block, heads = block[0] // tiles["BM"], size.batch * size.heads
+    step = min(size.q_blocks, max(1, LIST_BYTES // (4 * heads * size.k_blocks)))
+    constants: dict[str, Any] = {
+        "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
+        "BQ": block[0], "BK": block[1], "FORMAT": number_format,
+        "MASK_ALL": problem.has_valid or problem.left < problem.k_len, "HAS_VALID": problem.has_valid, "SECOND": second,
+        "WRITE_LSE": problem.needs_lse, "CAREFUL": False, "PACKED": packed, **tiles,
+    }  # fmt: skip
+    strides = _strides(problem, operands.query, operands.key, operands.value, operands.output)
+    parts = []
+    for first in range(0, size.q_blocks, step):
+        here = min(step, size.q_blocks - first)
+        expand = Launch(
+            list_kernels.expand, here * heads,
+            (size.heads, size.q_len, size.q_tokens, size.k_blocks, operands.words, first, here,
+             operands.bits_batch, operands.bits_head),
+            {"BQ": block[0], "TILE": 512, "PACKED": packed, "num_warps": 4},
+        )  # fmt: skip
+        numbers = (
+            problem.scale * LOG2_E, size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens,
+            size.k_tokens, size.k_blocks, size.k_slots, size.padded, first, here, *_reach(problem), *strides,
+        )  # fmt: skip
+        programs = here * per_block * heads
+        attend = Launch(kernels.attend, programs, numbers, constants)
+        careful = Launch(kernels.attend, programs, numbers, constants | {"CAREFUL": True})
+        parts.append(ListedRows(here, per_block, expand, attend, careful if number_format < 2 else None))
+    return AttendPlan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
