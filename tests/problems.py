@@ -78,7 +78,7 @@ def problem(
 
 def on_its_device(backend: str, inputs: Inputs) -> Inputs:
     """The same problem where the backend runs."""
-    if backend != "triton" or INTERPRETED:
+    if backend not in ("triton", "dense") or INTERPRETED:
         return inputs
     valid = inputs.visibility.key_valid
     sight = replace(inputs.visibility, device=torch.device("cuda"), key_valid=None if valid is None else valid.cuda())
@@ -88,12 +88,15 @@ def on_its_device(backend: str, inputs: Inputs) -> Inputs:
 
 def run(backend: str, inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Output:
     """One backend's own pipeline, whatever the dispatcher would choose."""
-    stages = BY_NAME[backend]
+    stages, inputs = BY_NAME[backend], on_its_device(backend, inputs)
     refusal = stages.unsupported(inputs, config)
     if refusal:
         pytest.skip(f"{backend}: {refusal}")
     blocks = stages.summarize(inputs, config)
-    return stages.attend(blocks, stages.select(blocks, config) if mask is None else mask, config)
+    if mask is not None:
+        mask = replace(mask, bits=mask.bits.to(inputs.query.device))
+    out = stages.attend(blocks, stages.select(blocks, config) if mask is None else mask, config)
+    return Output(out.values.cpu(), None if out.lse is None else out.lse.cpu(), out.skipped_pv.cpu())
 
 
 def seen_pairs(

@@ -32,10 +32,10 @@ def visible_pairs(rows, key, column, q_len, k_len, offset, left, right, VALID, H
 
 
 @triton.jit
-def add_visible_values(
+def add_broken_values(
     acc, p, seen, V, key, k_len, v_row, v_dim, DV: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """acc + p @ v one key at a time, for the rare block whose values are not all finite: hidden pairs add nothing."""
+    """acc + p @ v, key by key, for values that are not finite and rows that see them; the rest stays as it is."""
     dv = tl.arange(0, DVP)
     column = tl.arange(0, BK)
     for n in range(tl.minimum(BK, k_len - key)):
@@ -43,7 +43,8 @@ def add_visible_values(
         weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
         sees = tl.sum((here[None, :] & seen).to(tl.int32), 1) > 0
         value = tl.load(V + (key + n).to(tl.int64) * v_row + dv * v_dim, mask=dv < DV, other=0.0).to(tl.float32)
-        acc += tl.where(sees[:, None], weight[:, None] * value[None, :], 0.0)
+        broken = ~(tl.abs(value) < float("inf"))
+        acc += tl.where(sees[:, None] & broken[None, :], weight[:, None] * value[None, :], 0.0)
     return acc
 
 
@@ -89,6 +90,7 @@ def value_products_8bit(p, V, key, v_row, KEYS: tl.constexpr, DVP: tl.constexpr,
 def add_values(
     acc, p, V, VALID, key, k_len, v_row, v_dim,
     DV: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, HAS_VALID: tl.constexpr,
+    FINITE_ONLY: tl.constexpr,
 ):  # fmt: skip
     """acc + p @ v for KEYS keys, in the type of V."""
     dv, column = tl.arange(0, DVP), tl.arange(0, KEYS)
@@ -100,6 +102,8 @@ def add_values(
         v = tl.load(place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
     else:
         v = tl.load(place) if DV == DVP else tl.load(place, mask=(dv < DV)[None, :], other=0.0)
+    if FINITE_ONLY:
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
     return tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
 
 
@@ -185,27 +189,20 @@ def attend_keys(
             acc = acc * alpha[:, None] + sums
         else:
             acc = acc * alpha[:, None]
+            acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID, CAREFUL)
+            if UNITS == 2:
+                acc = add_values(
+                    acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID, CAREFUL
+                )
             if CAREFUL:
-                if SECOND:
-                    seen = seen & row_wants[:, None]
-                    if UNITS == 2:
-                        seen_2 = seen_2 & row_wants[:, None]
                 if tl.load(V_FINITE + block) == 0:
-                    acc = add_visible_values(acc, p, seen, V, key, k_len, v_row, v_dim, DV, DVP, KEYS)
+                    if SECOND:
+                        seen = seen & row_wants[:, None]
+                    acc = add_broken_values(acc, p, seen, V, key, k_len, v_row, v_dim, DV, DVP, KEYS)
                     if UNITS == 2:
-                        acc = add_visible_values(acc, p_2, seen_2, V, second_key, k_len, v_row, v_dim, DV, DVP, KEYS)
-                else:
-                    acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID)
-                    if UNITS == 2:
-                        acc = add_values(
-                            acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID
-                        )
-            else:
-                acc = add_values(acc, p, V, VALID, key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID)
-                if UNITS == 2:
-                    acc = add_values(
-                        acc, p_2, V, VALID, second_key, k_len, v_row, v_dim, DV, DVP, KEYS, MASK, HAS_VALID
-                    )
+                        if SECOND:
+                            seen_2 = seen_2 & row_wants[:, None]
+                        acc = add_broken_values(acc, p_2, seen_2, V, second_key, k_len, v_row, v_dim, DV, DVP, KEYS)
         best = best_now
     return acc, total, best, saw, skipped
 
