@@ -290,6 +290,44 @@ def test_fp8_backend_equals_oracle(backend, seed, poisoned):
     quantized_equals_oracle(backend, seed, "int8-fp8")
 
 
+LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every row sees whole, and the edges beside them
+    "full": ({}, SparseConfig(threshold=0.02, gap=0.3, quantization="none"), 200, 4500),
+    "causal": ({"is_causal": True}, SparseConfig(threshold=0.02, gap=0.3, quantization="none"), 2500, 2500),
+    "small blocks": (
+        {"is_causal": True},
+        SparseConfig(rule="gap", gap=0.4, block=(64, 32), quantization="none"),
+        300,
+        2200,
+    ),
+    "left window": (
+        {"window": (1500, None)},
+        SparseConfig(rule="threshold", threshold=0.03, quantization="none"),
+        300,
+        4500,
+    ),
+    "right window": (
+        {"window": (None, 3)},
+        SparseConfig(rule="gap", gap=0.3, block=(192, 32), quantization="none"),
+        500,
+        2200,
+    ),
+    "topk": ({}, SparseConfig(rule="topk", topk=0.2, block=(64, 32), quantization="none"), 70, 2100),
+}
+
+
+@pytest.mark.parametrize("name", LONG_SELECTIONS)
+def test_triton_selects_among_many_blocks(name, poisoned):
+    triton = BY_NAME["triton"]
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    sight, config, q_len, k_len = LONG_SELECTIONS[name]
+    inputs = problem(*tensors(7, heads=1, q_len=q_len, k_len=k_len, dim=32, contrast=6.0), **sight)
+    want = reference.select(reference.summarize(inputs, config), config)
+    got = triton.select(triton.summarize(on_its_device("triton", inputs), config), config)
+    assert 0.5 < want.sparsity < 0.95
+    assert (got.to_dense().cpu() != want.to_dense()).sum() <= 1
+
+
 PACKED_LENGTHS = (([130, 0, 5, 257], [200, 64, 5, 129]), ([64], [300]), ([1, 1, 90], [70, 1, 90]))
 
 

@@ -21,56 +21,64 @@ WORD = tl.constexpr(32)
 def sub_scores(
     query, K_MEANS, FILLED, first, sub, blocks, sub_stride, k_len,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_VALID: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Unscaled scores of PART sub-blocks of each block, [rows, PART, CHUNK]; -inf where a sub-block holds no key."""
+    """Unscaled scores of PART sub-blocks of each block, [rows, PART, CHUNK]; -inf where a sub-block holds no key.
+
+    WHOLE: every sub-block of the chunk is full.
+    """
     n = tl.arange(0, PART * CHUNK)
     block, which = first + n % CHUNK, sub + n // CHUNK
     d = tl.arange(0, DP)
-    inside = block < blocks
     at = (which * sub_stride + n % CHUNK) * D
-    means = tl.load(K_MEANS + first * D + at[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
-    if HAS_VALID:
-        filled = tl.load(FILLED + which * blocks + block, mask=inside, other=0) != 0
+    place = K_MEANS + first * D + at[None, :] + d[:, None]
+    if WHOLE:
+        means = tl.load(place) if D == DP else tl.load(place, mask=(d < D)[:, None], other=0.0)
+        scores = tl.dot(query, means)
     else:
-        filled = block * BK + which * (BK // K_SUBS) < k_len
-    scores = tl.dot(query, means)
-    if HAS_VALID or (first + CHUNK) * BK > k_len:
-        scores = tl.where(filled[None, :], scores, float("-inf"))
+        inside = block < blocks
+        means = tl.load(place, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        if HAS_VALID:
+            filled = tl.load(FILLED + which * blocks + block, mask=inside, other=0) != 0
+        else:
+            filled = block * BK + which * (BK // K_SUBS) < k_len
+        scores = tl.where(filled[None, :], tl.dot(query, means), float("-inf"))
     return tl.reshape(scores, [query.shape[0], PART, CHUNK])
 
 
 @triton.jit
-def filled_parts(
+def mean_factor(
     FILLED, first, blocks, k_len,
-    BK: tl.constexpr, K_SUBS: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr,
+    BK: tl.constexpr, K_SUBS: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """How many sub-blocks of each block hold a key, at least 1."""
+    """1 / how many sub-blocks of each block hold a key, or 1 where none does."""
     block = first + tl.arange(0, CHUNK)
-    if HAS_VALID:
+    if WHOLE:
+        count = tl.full([CHUNK], K_SUBS, tl.int32)
+    elif HAS_VALID:
         count = tl.zeros([CHUNK], tl.int32)
         for sub in tl.static_range(K_SUBS):
             count += (tl.load(FILLED + sub * blocks + block, mask=block < blocks, other=0) != 0).to(tl.int32)
     else:
         count = tl.minimum(tl.cdiv(tl.maximum(k_len - block * BK, 0), BK // K_SUBS), K_SUBS)
-    return tl.maximum(count, 1).to(tl.float32)
+    return 1.0 / tl.maximum(count, 1).to(tl.float32)
 
 
 @triton.jit
 def block_weights(
     query, K_MEANS, FILLED, shift, first, blocks, sub_stride, k_len, scale,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_VALID: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Mean exponential of each block's sub-scores relative to `shift`, [rows, CHUNK]."""
     total = tl.zeros([query.shape[0], CHUNK], tl.float32)
     for part in tl.static_range(K_SUBS // PART):
         scores = sub_scores(
             query, K_MEANS, FILLED, first, part * PART, blocks, sub_stride, k_len,
-            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
         )  # fmt: skip
         total += tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
-    return total / filled_parts(FILLED, first, blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
+    return total * mean_factor(FILLED, first, blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID, WHOLE)[None, :]
 
 
 @triton.jit
@@ -99,6 +107,83 @@ def pack_words(keep):
     n: tl.constexpr = keep.shape[0]
     bits = tl.reshape(keep.to(tl.int32), [n, keep.shape[1] // WORD, WORD]) << tl.arange(0, WORD)[None, None, :]
     return tl.sum(bits, 2)
+
+
+@triton.jit
+def measure_chunk(
+    best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, theta,
+    first, k_blocks, k_slots, k_len, scale,
+    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Fold a chunk of blocks into each row's best sub-score, and total and largest weight relative to it.
+
+    WHOLE: every row sees every key of the chunk, and every block is judged by its mean.
+    """
+    ROWS: tl.constexpr = query.shape[0]
+    if WHOLE:
+        visible += CHUNK
+    else:
+        judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
+        visible += tl.sum(judged.to(tl.int32), 1)
+        if JUDGE:
+            judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
+    weight = tl.zeros([ROWS, CHUNK], tl.float32)
+    for part in tl.static_range(K_SUBS // PART):
+        scores = sub_scores(
+            query, K_MEANS, FILLED, first, part * PART, k_blocks, k_slots, k_len,
+            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
+        )  # fmt: skip
+        highest = tl.max(scores, 1)
+        if not WHOLE:
+            highest = tl.where(judged, highest, float("-inf"))
+        best_now = tl.maximum(best, tl.max(highest, 1) * scale)
+        shift = tl.where(best_now == float("-inf"), 0.0, best_now)
+        shrink = tl.exp2(best - shift)
+        total, peak = total * shrink, peak * shrink
+        weight = weight * shrink[:, None] + tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
+        best = best_now
+    weight = weight * mean_factor(FILLED, first, k_blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID, WHOLE)[None, :]
+    if not WHOLE:
+        weight = tl.where(judged, weight, 0.0)
+    return best, total + tl.sum(weight, 1), tl.maximum(peak, tl.max(weight, 1)), visible
+
+
+@triton.jit
+def keep_chunk(
+    query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED, theta,
+    row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
+    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr,
+    PART: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Which blocks of a chunk are kept, packed: what any sub-row claims, and what is always kept."""
+    QUERY_BLOCKS: tl.constexpr = query.shape[0] // Q_SUBS
+    block = first + tl.arange(0, CHUNK)
+    inside = block < k_blocks
+    weight = block_weights(
+        query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
+        D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
+    )  # fmt: skip
+    claimed = ~(weight < cut[:, None]) | broken[:, None]
+    column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
+    if not WHOLE:
+        seen = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
+        claimed = claimed & seen
+        if JUDGE:
+            similar = similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)
+            claimed = claimed & similar[None, :]
+            column_kept = column_kept | ~similar
+    if PROTECT:
+        column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
+    keep = tl.max(tl.reshape(claimed.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
+    keep = keep | column_kept[None, :] | row_kept[:, None]
+    if RIGHT_EDGE:
+        start = (block * BK)[None, :]
+        keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < start + BK))
+    if not WHOLE:
+        keep = keep & (tl.max(tl.reshape(seen.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0)
+    return pack_words(keep)
 
 
 LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "k_slots", "words", "left",
@@ -165,28 +250,20 @@ def select(
     visible = tl.zeros([ROWS], tl.int32)
     begin = (tl.min(low, 0) // BK) // CHUNK * CHUNK
     end = tl.cdiv(tl.max(high, 0), BK)
-    for first in range(begin, end, CHUNK):
-        judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
-        visible += tl.sum(judged.to(tl.int32), 1)
-        if JUDGE:
-            judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
-        weight = tl.zeros([ROWS, CHUNK], tl.float32)
-        for part in tl.static_range(K_SUBS // PART):
-            scores = sub_scores(
-                query, K_MEANS, FILLED, first, part * PART, k_blocks, k_slots, k_len,
-                D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
-            )  # fmt: skip
-            here = tl.max(tl.where(judged, tl.max(scores, 1), float("-inf")), 1) * scale
-            best_now = tl.maximum(best, here)
-            shift = tl.where(best_now == float("-inf"), 0.0, best_now)
-            shrink = tl.exp2(best - shift)
-            total, peak = total * shrink, peak * shrink
-            weight = weight * shrink[:, None] + tl.sum(tl.exp2(scores * scale - shift[:, None, None]), 1)
-            best = best_now
-        weight = weight / filled_parts(FILLED, first, k_blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID)[None, :]
-        weight = tl.where(judged, weight, 0.0)
-        total += tl.sum(weight, 1)
-        peak = tl.maximum(peak, tl.max(weight, 1))
+    # Chunks before this one are seen whole by every row.
+    edge = begin
+    if not (HAS_VALID or JUDGE):
+        edge = tl.maximum(tl.where(tl.max(low, 0) == 0, tl.min(high, 0) // (CHUNK * BK) * CHUNK, begin), begin)
+    for first in range(begin, edge, CHUNK):
+        best, total, peak, visible = measure_chunk(
+            best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, theta,
+            first, k_blocks, k_slots, k_len, scale, D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, True,
+        )  # fmt: skip
+    for first in range(edge, end, CHUNK):
+        best, total, peak, visible = measure_chunk(
+            best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, theta,
+            first, k_blocks, k_slots, k_len, scale, D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, False,
+        )  # fmt: skip
     shift = tl.where(best == float("-inf"), 0.0, best)
     # A sum that is not finite cannot be judged: everything the row sees is kept.
     broken = ~(total < float("inf"))
@@ -218,7 +295,7 @@ def select(
                     judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
                 weight = block_weights(
                     query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
-                    D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+                    D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, False,
                 )  # fmt: skip
                 bits = weight.to(tl.int32, bitcast=True)
                 if USE_CDF:
@@ -245,33 +322,27 @@ def select(
         )
     if PROTECT:
         row_kept = row_kept | (tl.load(Q_PROTECTED + query_block, mask=query_block < q_blocks, other=0) != 0)
-    for first in range(0, k_blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        seen = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
-        judged = seen
-        inside = block < k_blocks
-        column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
-        if JUDGE:
-            similar = similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)
-            judged = seen & similar[None, :]
-            column_kept = column_kept | ~similar
-        if PROTECT:
-            column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
-        weight = block_weights(
-            query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
-            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID,
+    place = BITS + (q_place + query_block) * words
+    # Without a bounded left side the rows see from the first key on; else no chunk is seen whole.
+    whole = tl.where(begin == 0, edge, 0)
+    for first in range(0, whole, CHUNK):
+        packed = keep_chunk(
+            query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED, theta,
+            row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
+            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, True,
         )  # fmt: skip
-        claimed = judged & (~(weight < cut[:, None]) | broken[:, None])
-        keep = tl.max(tl.reshape(claimed.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
-        visible_here = tl.max(tl.reshape(seen.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
-        keep = keep | column_kept[None, :] | row_kept[:, None]
-        if RIGHT_EDGE:
-            start = (block * BK)[None, :]
-            keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < start + BK))
-        packed = pack_words(keep & visible_here)
         word = first // WORD + tl.arange(0, CHUNK // WORD)
-        place = (q_place + query_block)[:, None] * words + word[None, :]
-        tl.store(BITS + place, packed, mask=(query_block < q_blocks)[:, None] & (word < words)[None, :])
+        tl.store(place[:, None] + word[None, :], packed, mask=(query_block < q_blocks)[:, None])
+    for first in range(whole, k_blocks, CHUNK):
+        packed = keep_chunk(
+            query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED, theta,
+            row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
+            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, False,
+        )  # fmt: skip
+        word = first // WORD + tl.arange(0, CHUNK // WORD)
+        tl.store(
+            place[:, None] + word[None, :], packed, mask=(query_block < q_blocks)[:, None] & (word < words)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=LENGTHS)

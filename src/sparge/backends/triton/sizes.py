@@ -102,7 +102,7 @@ def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype, subbloc
 def select_sizes(chip: int, subblocks: int, widest: int) -> dict[str, int]:
     """Sub-rows per program, sub-blocks per product, key blocks per step."""
     part = min(subblocks, 4 if widest <= 128 and chip != 100 else 2)
-    warps = 4 if chip == 90 else 8  # four would spill elsewhere
+    warps = 4 if chip == 90 and widest <= 128 else 8  # four would spill elsewhere
     return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": 3 if widest <= 128 else 2}
 
 
