@@ -37,6 +37,7 @@ def test_auto_takes_dense_attention_where_sparsity_cannot_help():
     q, k, v = problem(tokens=300)
     out, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True)
     assert stats.backend == "dense"
+    assert "sparsity cannot help" in stats.reason
     assert float(stats.sparsity) == 0.0
     want, _ = plain_attention(q.cpu(), k.cpu(), v.cpu(), seen_pairs(300, 300, True))
     assert relative_l1(out.cpu(), want) < 0.01

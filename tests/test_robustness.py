@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from problems import EXACT, plain_attention, seen_pairs, tensors
+from problems import EXACT, plain_attention, problem, seen_pairs, tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
 from sparge import SparseConfig
-from sparge.backends import BACKENDS
+from sparge.backends import BACKENDS, choose
 from sparge.backends.cpu import launch
 
 SPARSE = SparseConfig(rule="topk", topk=0.4, subblocks=(1, 1), quantization="none")
@@ -179,6 +179,19 @@ def test_configs_survive_the_operators_encoding():
     )
     assert _decode(odd.encoded) == odd
     assert _decode("{}") == SparseConfig()
+
+
+def test_dense_attention_is_never_chosen_without_a_reason(monkeypatch):
+    dense = BACKENDS[0]
+    monkeypatch.setattr(type(dense), "unavailable", lambda self: None)
+    monkeypatch.setattr(type(dense), "unsupported", lambda self, inputs, config: None)
+    inputs = problem(*tensors(q_len=100, dim=32))
+    choice = choose(inputs, SparseConfig())
+    assert choice.backend is dense
+    assert "sparsity cannot help" in choice.reason
+    with_mask = choose(inputs, SparseConfig(), own_mask=True)
+    assert with_mask.backend is not dense
+    assert "dense: the call brings its own mask" in with_mask.reason
 
 
 def test_backends_come_best_first():

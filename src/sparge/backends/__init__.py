@@ -23,6 +23,7 @@ class Backend(Protocol):
 
     name: str
     takes_masks: bool  # whether attend follows any mask, not only that of its own select
+    merit: str  # why it was chosen, where no better one refused
 
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -45,6 +46,7 @@ class ReferenceBackend:
 
     name = "reference"
     takes_masks = True
+    merit = "first choice"
 
     def unavailable(self) -> str | None:
         return None
@@ -95,6 +97,6 @@ def choose(inputs: Inputs, config: SparseConfig, own_mask: bool = False) -> Choi
         if refusal is None:
             if config.quantization == "auto":
                 config = replace(config, quantization=backend.default_quantization(inputs.query.device))
-            return Choice(backend, config, "; ".join(refusals) or "first choice")
+            return Choice(backend, config, "; ".join(refusals) or backend.merit)
         refusals.append(f"{backend.name}: {refusal}")
     raise RuntimeError("No backend can run this call: " + "; ".join(refusals) + ".")

@@ -24,6 +24,7 @@ class DenseBackend:
 
     name = "dense"
     takes_masks = False
+    merit = "sparsity cannot help: everything is kept, or the call is too short to gain"
 
     def unavailable(self) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA device"

@@ -22,6 +22,7 @@ class GatherBackend:
 
     name = "torch"
     takes_masks = True
+    merit = "first choice"
 
     def unavailable(self) -> str | None:
         return None

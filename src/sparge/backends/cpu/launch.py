@@ -25,6 +25,7 @@ class CpuBackend:
 
     name = "cpu"
     takes_masks = True
+    merit = "first choice"
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("llvmlite") is None:

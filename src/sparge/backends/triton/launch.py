@@ -31,6 +31,7 @@ class TritonBackend:
 
     name = "triton"
     takes_masks = True
+    merit = "first choice"
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("triton") is None:
