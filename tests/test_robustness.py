@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,6 +193,20 @@ def test_dense_attention_is_never_chosen_without_a_reason(monkeypatch):
     with_mask = choose(inputs, SparseConfig(), own_mask=True)
     assert with_mask.backend is not dense
     assert "dense: the call brings its own mask" in with_mask.reason
+
+
+def test_stats_belong_to_the_caller(monkeypatch):
+    """A backend may hand out a view of zeros it shares between calls."""
+    q, k, v = tensors(heads=1, q_len=100, dim=32)
+    zero = torch.zeros((), dtype=torch.int64)
+    backend = next(one for one in BACKENDS if one.name == "reference")
+    attend = backend.attend
+    shared = lambda *args: replace(attend(*args), skipped_pv=zero.expand(1, 1))  # noqa: E731
+    monkeypatch.setattr(backend, "attend", shared, raising=False)
+    monkeypatch.setattr("sparge.backends.BACKENDS", (backend,))
+    _, stats = sparge.attention(q, k, v, return_stats=True)
+    stats.skipped_pv.add_(5)
+    assert zero == 0
 
 
 def test_backends_come_best_first():

@@ -222,7 +222,8 @@ class Run:
             heads = self.inputs.query.shape[:2]
             executed, visible = (x.expand(heads) for x in (self.mask.kept_per_head, self.mask.visible_per_head))
         name, quantization = self.choice.backend.name, self.choice.config.quantization
-        return Stats(executed, visible, self.output.skipped_pv, name, self.choice.reason, quantization)
+        skipped = self.output.skipped_pv.clone()  # a backend may hand out a view of shared zeros
+        return Stats(executed, visible, skipped, name, self.choice.reason, quantization)
 
 
 def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Run:
