@@ -24,6 +24,7 @@ gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, sha
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_parity.py -k "gpu or triton or packed"
 
 sanitize: $(VENV)/.dev
+	$(BIN)/python tests/sanitize.py  # compiles without the sanitizer, which would slow it down
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/sanitize.py
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/sanitize.py
 

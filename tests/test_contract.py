@@ -7,7 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from problems import BY_NAME, EXACT, each_backend, plain_attention, problem, randn, refused, run, seen_pairs, tensors
+from problems import (
+    BY_NAME,
+    EXACT,
+    each_backend,
+    on_its_device,
+    plain_attention,
+    problem,
+    randn,
+    refused,
+    run,
+    seen_pairs,
+    tensors,
+)
 
 import sparge
 from sparge import BlockMask, SparseConfig, reference
@@ -192,10 +204,21 @@ def test_6_mask_tiles_are_the_configs_on_every_backend(backend, block):
     inputs = problem(*tensors(11, q_len=500, k_len=450), is_causal=True)
     config = replace(SPARSE, block=block)
     stages = BY_NAME[backend]
-    mask = stages.select(stages.summarize(inputs, config), config)
+    mask = stages.select(stages.summarize(on_its_device(backend, inputs), config), config)
     assert mask.block == block
     assert mask.to_dense().shape[2:] == (-(-500 // block[0]), -(-450 // block[1]))
-    assert mask.equals(reference.select(reference.summarize(inputs, config), config))
+    want = reference.select(reference.summarize(inputs, config), config)
+    assert torch.equal(mask.to_dense().cpu(), want.to_dense())
+
+
+@each_backend("dense")
+def test_6_a_window_that_ends_past_the_last_key_keeps_no_edge(backend):
+    inputs = problem(*tensors(13, q_len=1, k_len=1395, contrast=2.0), window=(None, 2))
+    stages = BY_NAME[backend]
+    got = stages.select(stages.summarize(on_its_device(backend, inputs), SPARSE), SPARSE)
+    want = reference.select(reference.summarize(inputs, SPARSE), SPARSE)
+    assert not want.to_dense()[..., -1].all()
+    assert torch.equal(got.to_dense().cpu(), want.to_dense())
 
 
 def test_7_nothing_is_accepted_and_ignored():

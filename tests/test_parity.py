@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from problems import BY_NAME, INTERPRETED, on_its_device, problem, randn, relative_l1, tensors
+from problems import BY_NAME, INTERPRETED, each_backend, on_its_device, problem, randn, relative_l1, run, tensors
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, backends, reference, varlen_attention
@@ -23,7 +23,7 @@ from sparge.stages import Blocks, Output
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {"dense": 0, "cpu": 320, "torch": 60, "triton": 16 if INTERPRETED else 400}
-QUANTIZED_CASES = {"int8": 6 if INTERPRETED else 200, "int8-fp8": 6 if INTERPRETED else 400}
+QUANTIZED_CASES = {"int8": 6 if INTERPRETED else 250, "int8-fp8": 6 if INTERPRETED else 400}
 OTHERWISE = 100
 FLAVOURS = 200
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -330,6 +330,32 @@ def test_triton_selects_among_many_blocks(name, poisoned):
     got = triton.select(triton.summarize(on_its_device("triton", inputs), config), config)
     assert 0.5 < want.sparsity < 0.95
     assert (got.to_dense().cpu() != want.to_dense()).sum() <= 1
+
+
+@each_backend("dense", "reference")
+@pytest.mark.parametrize("spoiler", [1e4] if INTERPRETED else [None, 1e4, 1e30, torch.inf, torch.nan], ids=str)
+def test_keys_and_values_outside_the_sample(backend, spoiler, poisoned):
+    """Long enough that every second 64 keys are sampled; one value of the second head is far from the others."""
+    q, k, v = tensors(5, heads=2, q_len=10, k_len=64 * 64, dim=32, dtype=torch.bfloat16, contrast=2.0)
+    k[:, :, 64:128] += 3.0
+    if spoiler is not None:
+        v[0, 1, 100, 7] = spoiler
+    inputs, config = problem(q, k, v), SparseConfig(rule="topk", topk=0.3, quantization="int8-fp8")
+    want_blocks = reference.summarize(inputs, config)
+    stages = BY_NAME[backend]
+    if stages.unsupported(on_its_device(backend, inputs), config):
+        pytest.skip("has no fp8")
+    blocks = stages.summarize(on_its_device(backend, inputs), config)
+    mask = reference.select(want_blocks, config)
+    assert (stages.select(blocks, config).to_dense().cpu() != mask.to_dense()).sum() <= 1
+    assert torch.equal(blocks.v_finite.cpu(), want_blocks.v_finite)
+    scales = (blocks.quantized.value_scale.cpu(), want_blocks.quantized.value_scale)
+    torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+    got = run(backend, inputs, config, mask).values
+    want = reference.attend(want_blocks, mask, config).values
+    assert torch.equal(got.isnan(), want.isnan())
+    for head in (0, 1):
+        assert relative_l1(got[:, head].nan_to_num(), want[:, head].nan_to_num()) < 0.01
 
 
 PACKED_LENGTHS = (([130, 0, 5, 257], [200, 64, 5, 129]), ([64], [300]), ([1, 1, 90], [70, 1, 90]))

@@ -11,6 +11,7 @@ from sparge.quantization import (
     quantize_keys,
     quantize_queries,
     quantize_values,
+    sampled,
     sixteen_bit,
     to_int8,
 )
@@ -67,15 +68,39 @@ def test_keys_have_one_scale_per_64(length):
         assert ((integers[:, :, part] * step - rotated[:, :, part]).abs() <= 0.5001 * step).all()
 
 
-def test_values_use_the_whole_range_of_e4m3_per_channel():
+def assert_e4m3_of(quantized, scale, value):
+    """Three mantissa bits; the smallest subnormal step."""
+    error = (quantized.float() * scale[:, :, None] - value).abs()
+    assert (error <= value.abs() / 16 + scale[:, :, None] * 2**-9).all()
+
+
+def test_value_scales_are_powers_of_two_that_leave_room():
     value = randn(0, 2, 3, 100, 16) * torch.logspace(-4, 4, 16)
     quantized, scale = quantize_values(value)
     assert quantized.dtype == torch.float8_e4m3fn
     assert scale.shape == (2, 3, 16)
-    assert (quantized.float().abs().amax(2) == 448).all()
-    back = quantized.float() * scale[:, :, None]
-    allowed = value.abs() / 16 + scale[:, :, None] * 2**-9  # three mantissa bits; the smallest subnormal step
-    assert ((back - value).abs() <= allowed).all()
+    assert (scale.log2() % 1 == 0).all()
+    largest = quantized.float().abs().amax(2)
+    assert ((largest >= 16) & (largest <= 32)).all()
+    assert_e4m3_of(quantized, scale, value)
+
+
+@pytest.mark.parametrize("factor", [1.0, 10.0, 1e5, 1e30])
+def test_values_outside_the_sample_are_within_range_too(factor):
+    value = randn(0, 1, 2, 64 * 70, 4)
+    value[0, 1, 64 * 3 + 5, 2] = factor * value[0, 1, :, 2].abs().max()  # every second 64 tokens are sampled
+    quantized, scale = quantize_values(value)
+    assert_e4m3_of(quantized, scale, value)
+    assert torch.equal(scale[0, 0], quantize_values(value[:, :1])[1][0, 0])
+
+
+def test_the_sample_is_spread_and_bounded():
+    for length, count in ((1, 1), (2000, 2000), (64 * 63, 64 * 63), (64 * 64, 64 * 32), (64 * 1000, 64 * 33)):
+        x = torch.arange(length, dtype=torch.float32).view(1, 1, length, 1)
+        few = sampled(x)[0, 0, :, 0]
+        assert len(few) == min(length, -(-count // 64) * 64)
+        assert few[0] == 0
+        assert few[-1] >= 0.95 * (length - 1)
 
 
 @pytest.mark.parametrize("quantize", [quantize_queries, quantize_keys, quantize_values])

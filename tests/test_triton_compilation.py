@@ -15,6 +15,7 @@ import aot
 
 from sparge import SparseConfig
 from sparge.backends.triton import launch
+from sparge.config import RULES
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
 
@@ -33,7 +34,9 @@ def a_problem(dim: int, packed: bool) -> Inputs:
     return pack_inputs(*tokens, packing, (600, 600), is_causal=True, scale=None, window=None, needs_lse=True)
 
 
-def compile_all(monkeypatch, arch: int, config: SparseConfig, dim: int, packed: bool = False) -> list[aot.Resources]:
+def compile_all(
+    monkeypatch, arch: int, config: SparseConfig, dim: int, packed: bool = False, only: str = ""
+) -> list[aot.Resources]:
     """Compiles what a call launches; the plain kernels must fit the chip."""
     monkeypatch.setattr(launch, "capability", lambda device: arch)
     backend, noted = launch.TritonBackend(), []
@@ -41,12 +44,12 @@ def compile_all(monkeypatch, arch: int, config: SparseConfig, dim: int, packed: 
         blocks = backend.summarize(a_problem(dim, packed), config)
         backend.attend(blocks, backend.select(blocks, config), config)
     names = [kernel.__name__ for kernel, _, _ in noted]
-    preparations = 4 if config.quantization == "int8-fp8" else 3
+    preparations = 5 if config.quantization == "int8-fp8" else 4
     assert names[: preparations + 3] == ["prepare"] * preparations + ["select", "expand", "attend"]
     built = []
     for kernel, args, kwargs in noted:
-        if kwargs.get("CAREFUL"):
-            continue  # runs only where values are not finite
+        if kwargs.get("CAREFUL") or (only and kernel.__name__ != only):
+            continue  # CAREFUL runs only where values are not finite
         resources = aot.compile_kernel(kernel, args, kwargs, arch)
         assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[arch] * 1024, resources
         assert resources.spill_bytes <= MAX_SPILL, resources
@@ -87,6 +90,15 @@ def test_rarer_settings_compile_and_fit(monkeypatch, arch):
         rule=("cdf", "topk"), similarity=0.1, pv_threshold=-3.0, protected=((0, 5),), quantization=best_format(arch)
     )
     compile_all(monkeypatch, arch, config, 64)
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("arch", [86, 90])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("subblocks", [4, 8])
+def test_selection_fits_with_every_rule(monkeypatch, arch, dim, subblocks):
+    config = SparseConfig(rule=RULES, subblocks=(4, subblocks), quantization="none")
+    compile_all(monkeypatch, arch, config, dim, only="select")
 
 
 @pytest.mark.every_format

@@ -15,6 +15,10 @@ from torch import Tensor
 MIN_ROTATION = 32  # channels of the shortest product an 8-bit tensor core takes
 KEYS_PER_SCALE = 64  # on every backend, whatever the block size
 FP8_MAX = 448.0  # largest e4m3 value
+SAMPLE_TILE = 64  # tokens sampled together
+SAMPLED_TILES = 32  # fewest, where there are that many
+SAMPLE_ROOM = 2.0**-4  # values of the sample come to at most 32, of 448
+SMALLEST_SCALE = 2.0**-126
 P_SCALE = 256.0  # probabilities are at most 1: 2^8 uses e4m3's range without overflow
 
 
@@ -26,9 +30,9 @@ class Quantized:
     query_scale: Tensor  # float32 [B, Hq, Nq]
     key: Tensor  # int8, as query: smoothed keys
     key_scale: Tensor  # float32 [B, Hkv, ceil(Nk / 64)]
-    key_mean: Tensor  # float32 [B, Hkv, D], what smoothing took away
+    key_mean: Tensor  # float32 [B, Hkv, D], of sampled keys: what smoothing took away
     value: Tensor  # fp16 / bf16 ("int8") or e4m3 ("int8-fp8") [B, Hkv, Nk, Dv]
-    value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3
+    value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3: powers of two
     lse_term: Tensor | None = None  # float32 [B, Hq, Nq]: scale * q . key_mean, for backends that add it in the kernel
 
 
@@ -72,12 +76,31 @@ def quantize_keys(smoothed: Tensor) -> tuple[Tensor, Tensor]:
     return integers, torch.where(torch.isfinite(amax), amax, math.nan) / 127.0
 
 
+def sampled(x: Tensor) -> Tensor:
+    """Every n-th 64 tokens of [B, H, N, D], at least 32 times where there are as many; what is not finite counts as 0.
+
+    A sample is enough to centre the keys (softmax does not care which vector all of them lose) and to find the range of
+    the values, and saves a second read of both.
+    """
+    tiles = -(-x.shape[2] // SAMPLE_TILE)
+    token = torch.arange(x.shape[2], device=x.device)
+    few = x[:, :, token // SAMPLE_TILE % max(tiles // SAMPLED_TILES, 1) == 0].float()
+    return torch.where(few.isfinite(), few, 0.0)
+
+
+def _power_below(x: Tensor) -> Tensor:
+    """The largest power of two that is not above x, or 0 below the normal numbers."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
 def quantize_values(value: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 with one scale per channel."""
+    """e4m3 with one scale per channel, a power of two well above the sample, or from all values if need be."""
     amax = value.float().abs().amax(2, keepdim=True)
-    scale = torch.where(torch.isfinite(amax), amax, math.nan) / FP8_MAX
+    scale = (_power_below(sampled(value).abs().amax(2, keepdim=True)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
+    exact = torch.where(torch.isfinite(amax), _power_below(amax) / 128.0, math.nan)
+    scale = torch.where(amax <= FP8_MAX * scale, scale, exact)
     ratio = torch.nan_to_num(torch.where(scale > 0, value.float() / scale, 0.0))
-    return ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale.squeeze(2)
+    return ratio.to(torch.float8_e4m3fn), scale.squeeze(2)
 
 
 def sixteen_bit(dtype: torch.dtype) -> torch.dtype:

@@ -68,9 +68,11 @@ def summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     v_sums, _ = _segment_sums(inputs.value, keys, valid)
 
     k_sums, k_counts = _whole_blocks(k_sums, b), _whole_blocks(k_counts, b)  # [B, Hkv, key blocks, b, D]
-    key_mean = _sum_in_order(k_sums.sum(-2)) / k_counts.sum((-3, -2)).clamp(min=1)
+    key_mean = _sampled_mean(inputs.key, valid)
     q_means = _whole_blocks(q_sums, a) / _whole_blocks(q_counts, a).clamp(min=1)
-    k_means = torch.where(k_counts > 0, k_sums / k_counts.clamp(min=1) - key_mean[:, :, None, None], 0.0)
+    k_means = k_sums / k_counts.clamp(min=1) - key_mean[:, :, None, None]
+    k_means = torch.where(k_means.isfinite(), k_means, torch.nan)  # rows that see it cannot judge, and keep everything
+    k_means = torch.where(k_counts > 0, k_means, 0.0)
 
     judged = config.similarity is not None
     return Blocks(
@@ -129,12 +131,14 @@ def _whole_blocks(segments: Tensor, per_block: int) -> Tensor:
     return whole
 
 
-def _sum_in_order(block_sums: Tensor) -> Tensor:
-    """Sum over blocks, first to last: one order on every backend, so that masks agree."""
-    total = torch.zeros_like(block_sums[:, :, 0])
-    for block in block_sums.unbind(2):
-        total = total + block
-    return total
+def _sampled_mean(key: Tensor, valid: Tensor | None) -> Tensor:
+    """float32 [B, Hkv, D]: the mean of the valid keys in a sample."""
+    if valid is None:
+        return fmt.sampled(key).mean(2)
+    there = valid[:, None, :, None]
+    few = fmt.sampled(torch.where(there, key, 0.0))
+    mean: Tensor = few.sum(2) / fmt.sampled(there).sum(2).clamp(min=1)
+    return mean
 
 
 def self_similarity(x: Tensor, size: int, mean: Tensor | None = None, valid: Tensor | None = None) -> Tensor:

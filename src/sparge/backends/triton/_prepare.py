@@ -1,8 +1,9 @@
-"""Preparation: two passes over K and V, one over Q.
+"""Preparation: one read of Q, K and V, and a sample of K and V before it.
 
-Work is cut into items, a range of tokens of one head. There are four kinds: `sum_keys` (sums of K, largest magnitude
-and finiteness of V), `finish_queries`, `finish_keys` (block means, self-similarity, rotated int8 copies) and
-`finish_values` (V transposed to e4m3). The last `sum_keys` item of a head makes its key mean and value scales.
+Work is cut into items, a range of tokens of one head. There are five kinds: `sample_head` (the mean that smooths the
+keys, the scales of V), `finish_queries`, `finish_keys` (block means, self-similarity, rotated int8 copies),
+`finish_values` (finiteness; V transposed to e4m3) and `repair_values` (for the rare head whose values the sampled
+scales cannot hold).
 
 Rotation is exact: 16-bit inputs meet a matrix of +-1 in a tensor-core product with float32 sums, and the mean is
 rotated once per head instead of once per row. Row and head offsets are 64-bit throughout: a million tokens of many
@@ -14,9 +15,15 @@ import triton.language as tl
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
 FP8_MAX = tl.constexpr(448.0)
+FP8_MAX_BITS = tl.constexpr(0x43E00000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
 ROWS = tl.constexpr(64)  # query rows of one step
 KEYS_PER_SCALE = tl.constexpr(64)
-PICKS = tl.constexpr(16)  # most sub-blocks in a tile, and the fewest rows a tensor core takes
+PICKS = tl.constexpr(16)  # most sub-blocks in 64 rows, and the fewest rows a tensor core takes
+SAMPLED_TILES = tl.constexpr(32)  # fewest looked at, where there are that many
+PARTS = tl.constexpr(8)  # programs that share one head's sample; the last to arrive adds up their parts
+SAMPLE_ROOM = tl.constexpr(0.0625)  # what the sample holds comes to at most 32, of 448
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
 SEQUENCE_TILE = tl.constexpr(128)  # packed key sequences start at multiples of this
 MATRIX = tl.constexpr(128)  # the largest rotation done as one product
 
@@ -30,6 +37,12 @@ def larger_or_nan(a, b):
 def largest(x, axis: tl.constexpr):
     """Maximum along an axis that, unlike tl.max, keeps NaN."""
     return tl.reduce(x, axis, larger_or_nan)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as an integer of the same order, infinity and NaN above everything."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -155,81 +168,94 @@ def unit_rows(x):
 
 
 @triton.jit
-def sum_keys(
-    K, V, VALID, SUMS, PARTIAL, V_MAX, V_FINITE, k_len, first_segment, k_row, k_dim, v_row, v_dim,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, SUBS: tl.constexpr, SUB_ROWS: tl.constexpr,
-    SEGMENTS: tl.constexpr, HAS_VALID: tl.constexpr,
-):  # fmt: skip
-    """Sums of SEGMENTS sub-blocks of keys, row by row: nothing moves between threads until the end. Largest |V|."""
-    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
-    segment = first_segment + tl.arange(0, SEGMENTS)
-    sums = tl.zeros([SEGMENTS, DP], tl.float32)
-    v_max = tl.zeros([SEGMENTS, DVP], tl.float32)
-    for row in tl.range(0, SUB_ROWS, loop_unroll_factor=4):
-        token = segment * SUB_ROWS + row
-        real = visible_rows(VALID, token, k_len, HAS_VALID)
-        at = token.to(tl.int64)[:, None]
-        k = tl.load(K + at * k_row + d[None, :] * k_dim, mask=real[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(V + at * v_row + dv[None, :] * v_dim, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
-        sums += k.to(tl.float32)
-        v_max = larger_or_nan(v_max, tl.abs(v.to(tl.float32)))
-    blocks = tl.cdiv(k_len, SUBS * SUB_ROWS)
-    inside = (segment < blocks * SUBS)[:, None] & (d < D)[None, :]
-    tl.store(SUMS + segment.to(tl.int64)[:, None] * D + d[None, :], sums, mask=inside)
-    tl.store(PARTIAL + d, tl.sum(sums, 0), mask=d < D)
-    tl.store(V_MAX + dv, largest(v_max, 0), mask=dv < DV)
-    block = first_segment // SUBS + tl.arange(0, SEGMENTS // SUBS)
-    worst = largest(tl.reshape(largest(v_max, 1), [SEGMENTS // SUBS, SUBS]), 1)
-    tl.store(V_FINITE + block, (worst < float("inf")).to(tl.int8), mask=block < blocks)
+def power_below(x):
+    """The largest power of two that is not above x, for positive normal x."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def finish_sums(
-    PARTIAL, V_MAX, HADAMARD, MEAN, ROTATED_MEAN, V_SCALE, items, count,
+def finite_or_zero(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def sample_head(
+    K, V, VALID, COUNT, SUM, V_MAX, V_FINITE, part, k_len, blocks, k_row, k_dim, v_row, v_dim,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    HAS_VALID: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One part of one head's sample: the sum of its keys, the largest values.
+
+    Softmax does not care which vector is taken from every key, and e4m3 not how far below its limit the numbers are,
+    so a sample will do; values that exceed the limit after all are found later, and repaired.
+    """
+    d, dv, t = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, TILE)
+    sums = tl.zeros([TILE, DP], tl.float32)
+    v_max = tl.zeros([TILE, DVP], tl.float32)
+    count = tl.zeros([TILE], tl.float32)
+    tiles = tl.cdiv(k_len, TILE)
+    stride = tl.maximum(tiles // SAMPLED_TILES, 1)
+    for tile in range(part * stride, tiles, stride * PARTS):
+        token = tile * TILE + t
+        real = visible_rows(VALID, token, k_len, HAS_VALID)
+        at = token.to(tl.int64)[:, None]
+        k = tl.load(K + at * k_row + d[None, :] * k_dim, mask=real[:, None] & (d < D)[None, :], other=0.0)
+        if FP8:
+            v = tl.load(V + at * v_row + dv[None, :] * v_dim, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
+            v_max = tl.maximum(v_max, tl.abs(finite_or_zero(v.to(tl.float32))))
+        sums += finite_or_zero(k.to(tl.float32))
+        count += real.to(tl.float32)
+    tl.store(COUNT + part, tl.sum(count, 0))
+    tl.store(SUM + part * D + d, tl.sum(sums, 0), mask=d < D)
+    if FP8:
+        tl.store(V_MAX + part * DV + dv, tl.max(v_max, 0), mask=dv < DV)
+    for first in range(part * 256, blocks, 256 * PARTS):
+        block = first + tl.arange(0, 256)
+        tl.store(V_FINITE + block, tl.full([256], 1, tl.int8), mask=block < blocks)
+
+
+@triton.jit
+def finish_sample(
+    COUNT, SUM, V_MAX, HADAMARD, MEAN, ROTATED_MEAN, V_SCALE,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One head: the mean of its keys, and the scale of each value channel."""
-    d, dv, t = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, 32)
-    total = tl.zeros([32, DP], tl.float32)
-    v_max = tl.zeros([32, DVP], tl.float32)
-    for first in range(0, items, 32):
-        row, real = (first + t)[:, None], (first + t < items)[:, None]
-        total += tl.load(PARTIAL + row * D + d[None, :], mask=real & (d < D)[None, :], other=0.0)
-        if FP8:
-            v = tl.load(V_MAX + row * DV + dv[None, :], mask=real & (dv < DV)[None, :], other=0.0)
-            v_max = larger_or_nan(v_max, v)
-    mean = tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float32)
-    tl.store(MEAN + d, mean, mask=d < D)
+    """One head: the mean of sampled keys, and for each value channel a power of two with room above the sample."""
+    d, dv, part = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, PARTS)
+    count = tl.maximum(tl.sum(tl.load(COUNT + part), 0), 1.0)
+    sums = tl.load(SUM + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    tl.store(MEAN + d, tl.sum(sums, 0) / count, mask=d < D)
     if FP8:
-        tl.store(V_SCALE + dv, scale_of(largest(v_max, 0), FP8_MAX), mask=dv < DV)
+        v_max = tl.load(V_MAX + part[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        scale = tl.maximum(power_below(tl.max(v_max, 0)) * SAMPLE_ROOM, SMALLEST_SCALE)
+        tl.store(V_SCALE + dv, scale, mask=dv < DV)
     if ROTATE:
-        # Entry (i, j) is the parity of the bits i and j share: rows come in chunks of 16, small enough for registers.
-        tl.debug_barrier()
+        tl.debug_barrier()  # the mean is out
         SIDE: tl.constexpr = DP if DP < MATRIX else MATRIX
-        rotated = tl.zeros([DP], tl.float32)
-        for chunk in range(0, DP, 16):
-            i = chunk + tl.arange(0, 16)
-            part = tl.load(MEAN + i, mask=i < D, other=0.0)
-            matrix = tl.load(HADAMARD + (i % SIDE)[:, None] * SIDE + (d % SIDE)[None, :]).to(tl.float32)
-            matrix = tl.where((i >= SIDE)[:, None] & (d >= SIDE)[None, :], -matrix, matrix)
-            rotated += tl.sum(part[:, None] * matrix, 0)
-        tl.store(ROTATED_MEAN + d, rotated)
+        i = tl.arange(0, SIDE)
+        matrix = tl.load(HADAMARD + i[:, None] * SIDE + i[None, :]).to(tl.float32)
+        rotated = tl.sum(tl.load(MEAN + i, mask=i < D, other=0.0)[:, None] * matrix, 0)
+        if DP > MATRIX:
+            right = tl.sum(tl.load(MEAN + MATRIX + i, mask=i + MATRIX < D, other=0.0)[:, None] * matrix, 0)
+            tl.store(ROTATED_MEAN + MATRIX + i, rotated - right)
+            rotated += right
+        tl.store(ROTATED_MEAN + i, rotated)
 
 
 @triton.jit
 def finish_keys(
-    K, VALID, SUMS, MEAN, ROTATED_MEAN, HADAMARD, K_MEANS, K_SIMILARITY, K8, K_SCALE,
+    K, VALID, MEAN, ROTATED_MEAN, HADAMARD, K_MEANS, K_SIMILARITY, K8, K_SCALE,
     k_len, blocks, sub_stride, first_key, last_key, rotation_scale, k_row, k_dim,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr,
     HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Block means, self-similarity and int8 copies of one range of keys, TILE at a time."""
     SUB_ROWS: tl.constexpr = BK // SUBS
-    SEGMENTS: tl.constexpr = TILE // SUB_ROWS if TILE > SUB_ROWS else 1  # sub-blocks that begin in a tile
+    SPAN: tl.constexpr = TILE if BK < TILE else BK  # keys after which blocks are complete
+    SEGMENTS: tl.constexpr = SPAN // SUB_ROWS if SPAN // SUB_ROWS > PICKS else PICKS
     WHOLE: tl.constexpr = TILE // BK if BK < TILE else 1  # blocks per tile
     TILES: tl.constexpr = BK // TILE if BK > TILE else 1  # tiles per block
     GROUPS: tl.constexpr = TILE // KEYS_PER_SCALE
-    d, t = tl.arange(0, DP), tl.arange(0, TILE)
+    d, t, segment = tl.arange(0, DP), tl.arange(0, TILE), tl.arange(0, SEGMENTS)
     mean = tl.load(MEAN + d, mask=d < D, other=0.0)
     if INT8:
         matrix = rotation(HADAMARD, DP, K.dtype.element_ty)
@@ -239,29 +265,21 @@ def finish_keys(
             rotated_mean_high = tl.load(ROTATED_MEAN + MATRIX + side)
     units = tl.zeros([WHOLE, DP], tl.float32)
     members = tl.zeros([WHOLE], tl.float32)
+    sums = tl.zeros([SEGMENTS, DP], tl.float32)
     for first in range(first_key, last_key, TILE):
         rows = first + t
         real = visible_rows(VALID, rows, k_len, HAS_VALID)
-
-        # Means of the smoothed sub-blocks that begin here, [b, blocks, D] per head.
-        segment = first // SUB_ROWS + tl.arange(0, SEGMENTS)
-        begins = segment * SUB_ROWS
-        if HAS_VALID:
-            at = begins[:, None] + tl.arange(0, SUB_ROWS)[None, :]
-            counts = tl.sum(tl.load(VALID + at, mask=at < k_len, other=0).to(tl.float32), 1)
-        else:
-            counts = tl.minimum(tl.maximum(k_len - begins, 0), SUB_ROWS).to(tl.float32)
-        block = segment // SUBS
-        kept = ((block < blocks) & (begins >= first))[:, None] & (d < D)[None, :]
-        sums = tl.load(SUMS + segment.to(tl.int64)[:, None] * D + d[None, :], mask=kept, other=0.0)
-        share = 1.0 / tl.maximum(counts, 1.0)  # exact for whole sub-blocks
-        means = tl.where(counts[:, None] > 0, sums * share[:, None] - mean[None, :], 0.0)
-        target = (segment % SUBS).to(tl.int64) * sub_stride + block
-        tl.store(K_MEANS + target[:, None] * D + d[None, :], means.to(tl.bfloat16), mask=kept)
-
         inside = real[:, None] & (d < D)[None, :]
-        if JUDGE or (INT8 and DP <= MATRIX):
-            k = tl.load(K + rows.to(tl.int64)[:, None] * k_row + d[None, :] * k_dim, mask=inside, other=0.0)
+        k = tl.load(K + rows.to(tl.int64)[:, None] * k_row + d[None, :] * k_dim, mask=inside, other=0.0)
+        start = first % SPAN
+        picks = (segment[:, None] == ((start + t) // SUB_ROWS)[None, :]).to(tl.float32)
+        if WHOLE > 1:
+            # 0 times NaN is NaN: a broken key must not reach the other blocks of the tile.
+            finite = tl.abs(k.to(tl.float32)) < float("inf")
+            touched = tl.max(tl.where((tl.min(finite.to(tl.int32), 1) == 0)[None, :], picks, 0.0), 1) > 0
+            more = tl.where(touched[:, None], float("nan"), sums_of_picked(picks, tl.where(finite, k, 0.0)))
+        else:
+            more = sums_of_picked(picks, k)
         if JUDGE:
             unit = unit_rows(tl.where(inside, k.to(tl.float32) - mean[None, :], 0.0))
             new_block = (first // TILE) % TILES == 0
@@ -275,7 +293,7 @@ def finish_keys(
         if INT8:
             # Rows that hold no valid key were loaded as zeros, and stay zeros.
             there = real.to(tl.float32)[:, None]
-            place = K8 + rows.to(tl.int64)[:, None] * DP + side[None, :]
+            target = K8 + rows.to(tl.int64)[:, None] * DP + side[None, :]
             if DP > MATRIX:
                 low, high = rotate_wide(K, rows, k_row, k_dim, real, matrix, D)
                 low -= there * rotated_mean[None, :]
@@ -288,32 +306,107 @@ def finish_keys(
             inverse = tl.broadcast_to(inverse_or_zero(scale)[:, None], [GROUPS, KEYS_PER_SCALE])
             inverse = tl.reshape(inverse, [TILE])[:, None]
             if DP > MATRIX:
-                tl.store(place, round_to_int8(low, inverse))
-                tl.store(place + MATRIX, round_to_int8(high, inverse))
+                tl.store(target, round_to_int8(low, inverse))
+                tl.store(target + MATRIX, round_to_int8(high, inverse))
             else:
-                tl.store(place, round_to_int8(rotated, inverse))
+                tl.store(target, round_to_int8(rotated, inverse))
             group = first // KEYS_PER_SCALE + tl.arange(0, GROUPS)
             tl.store(K_SCALE + group, scale * rotation_scale)
+
+        # Means of the smoothed sub-blocks, [b, blocks, D] per head.
+        sums = more + (0.0 if SPAN == TILE else tl.where(start == 0, 0.0, sums))
+        begins = first - start + segment * SUB_ROWS
+        if HAS_VALID:
+            at = begins[:, None] + tl.arange(0, SUB_ROWS)[None, :]
+            counts = tl.sum(tl.load(VALID + at, mask=at < k_len, other=0).to(tl.float32), 1)
+        else:
+            counts = tl.minimum(tl.maximum(k_len - begins, 0), SUB_ROWS).to(tl.float32)
+        share = 1.0 / tl.maximum(counts, 1.0)  # exact for whole sub-blocks
+        means = sums * share[:, None] - mean[None, :]
+        means = tl.where(tl.abs(means) < float("inf"), means, float("nan"))
+        means = tl.where(counts[:, None] > 0, means, 0.0)
+        block = begins // BK
+        slot = (segment % SUBS).to(tl.int64) * sub_stride + block
+        complete = block < tl.where(start + TILE == SPAN, blocks, 0)
+        kept = (complete & (segment < SPAN // SUB_ROWS))[:, None] & (d < D)[None, :]
+        tl.store(K_MEANS + slot[:, None] * D + d[None, :], means.to(tl.bfloat16), mask=kept)
+
+
+@triton.jit
+def permuted_tokens(first, TILE: tl.constexpr):
+    """The attention kernel hands P to the tensor core without moving it between threads; for that, the tokens of every
+    sixteen stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
+    """
+    t = tl.arange(0, TILE)
+    return first + (t & ~15) + (t & 1) + 2 * ((t >> 2) & 3) + 8 * ((t >> 1) & 1)
+
+
+@triton.jit
+def load_values(
+    V, VALID, token, k_len, v_row, v_dim, DV: tl.constexpr, DVP: tl.constexpr, HAS_VALID: tl.constexpr
+):  # fmt: skip
+    dv = tl.arange(0, DVP)
+    real = visible_rows(VALID, token, k_len, HAS_VALID)
+    place = V + token.to(tl.int64)[:, None] * v_row + dv[None, :] * v_dim
+    return tl.load(place, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
+
+
+@triton.jit
+def store_values(V8, padded, first, scaled):
+    """Transposed, as e4m3; the cast saturates."""
+    t, dv = tl.arange(0, scaled.shape[0]), tl.arange(0, scaled.shape[1])
+    tl.store(V8 + dv.to(tl.int64)[:, None] * padded + (first + t)[None, :], tl.trans(scaled.to(tl.float8e4nv)))
 
 
 @triton.jit
 def finish_values(
-    V, VALID, V_SCALE, V8, k_len, padded, first, v_row, v_dim,
+    V, VALID, V_SCALE, V_FINITE, V_REPAIR, V8, k_len, padded, begin, end, v_row, v_dim,
+    DV: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, HAS_VALID: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Transpose one range of V to 8 bits, TILE tokens at a time; mark what is not finite or does not fit.
+
+    Eight channels are judged together, which one thread holds: a reduction of the tile would cost more than the rest.
+    """
+    dv = tl.arange(0, DVP)
+    nowhere = tl.zeros([TILE, DVP // 8], tl.int32)
+    if FP8:
+        inverse = 1.0 / tl.load(V_SCALE + dv, mask=dv < DV, other=1.0)
+    following = load_values(V, VALID, permuted_tokens(begin, TILE), k_len, v_row, v_dim, DV, DVP, HAS_VALID)
+    for first in range(begin, end, TILE):
+        token = permuted_tokens(first, TILE)
+        v = following.to(tl.float32)
+        following = load_values(V, VALID, token + TILE, k_len, v_row, v_dim, DV, DVP, HAS_VALID)
+        if FP8:
+            v = v * inverse[None, :]
+            store_values(V8, padded, first, v)
+        worst = tl.max(tl.reshape(magnitude_bits(v), [TILE, DVP // 8, 8]), 2)
+        tl.store(V_FINITE + (token // BK)[:, None] + nowhere, nowhere.to(tl.int8), mask=worst >= INFINITY_BITS)
+        if FP8:
+            tl.store(V_REPAIR + nowhere, nowhere + 1, mask=worst > FP8_MAX_BITS)
+
+
+@triton.jit
+def repair_values(
+    V, VALID, V_SCALE, V8, k_len, filled, padded, v_row, v_dim,
     DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
-    """Transpose TILE tokens of V to 8 bits.
-
-    The attention kernel hands P to the tensor core without moving it between threads; for that, the tokens of every
-    sixteen stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
-    """
-    dv, t = tl.arange(0, DVP), tl.arange(0, TILE)
-    source = first + (t & ~15) + (t & 1) + 2 * ((t >> 2) & 3) + 8 * ((t >> 1) & 1)
-    real = visible_rows(VALID, source, k_len, HAS_VALID)
-    at = source.to(tl.int64)[:, None]
-    v = tl.load(V + at * v_row + dv[None, :] * v_dim, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
-    scale = tl.load(V_SCALE + dv, mask=dv < DV, other=0.0)
-    v8 = (v.to(tl.float32) * inverse_or_zero(scale)[None, :]).to(tl.float8e4nv)  # the cast saturates
-    tl.store(V8 + dv.to(tl.int64)[:, None] * padded + (first + t)[None, :], tl.trans(v8))
+    """One head again, with scales from all its values where the sampled ones are too small, NaN where none is right."""
+    dv = tl.arange(0, DVP)
+    most = tl.zeros([DVP], tl.int32)
+    for first in range(0, k_len, TILE):
+        v = load_values(V, VALID, first + tl.arange(0, TILE), k_len, v_row, v_dim, DV, DVP, HAS_VALID)
+        most = tl.maximum(most, tl.max(magnitude_bits(v), 0))
+    v_max = most.to(tl.float32, bitcast=True)
+    sampled = tl.load(V_SCALE + dv, mask=dv < DV, other=1.0)
+    scale = tl.where(v_max < float("inf"), power_below(v_max) / 128.0, float("nan"))
+    scale = tl.where(v_max <= FP8_MAX * sampled, sampled, scale)
+    tl.debug_barrier()  # every thread has read the sampled scales
+    tl.store(V_SCALE + dv, scale, mask=dv < DV)
+    for first in range(0, filled, TILE):
+        v = load_values(V, VALID, permuted_tokens(first, TILE), k_len, v_row, v_dim, DV, DVP, HAS_VALID)
+        scaled = tl.where(scale[None, :] > 0, v.to(tl.float32) * inverse_or_zero(scale)[None, :], 0.0)
+        store_values(V8, padded, first, scaled)
 
 
 @triton.jit
@@ -368,25 +461,26 @@ def finish_queries(
 
 
 LENGTHS = ["q_len", "k_len", "q_tokens", "k_tokens", "padded", "q_slots", "k_slots", "kv_heads", "group",
-           "row_step", "key_step", "items"]  # fmt: skip
+           "row_step", "key_step", "value_step", "items"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare(
-    Q, K, V, VALID, VALID_COUNT, Q_ENDS, K_ENDS, HADAMARD,  # inputs
-    ARRIVED, SUMS, PARTIAL, V_MAX, MEAN, ROTATED_MEAN, V_SCALE, V_FINITE,  # per key/value head; ARRIVED: zeros
+    Q, K, V, VALID, Q_ENDS, K_ENDS, HADAMARD,  # inputs
+    ARRIVED, V_REPAIR, COUNT, SUM, V_MAX, ROTATED_MEAN,  # scratch, per key/value head; the first two are zeros
+    MEAN, V_SCALE, V_FINITE,  # outputs, per key/value head
     Q_MEANS, K_MEANS, Q_SIMILARITY, K_SIMILARITY, Q8, K8, V8, Q_SCALE, K_SCALE, LSE_TERM,  # outputs
     items, q_len, k_len, q_tokens, k_tokens, padded, q_slots, k_slots, kv_heads, group,
-    row_step, key_step, rotation_scale, scale,
+    row_step, key_step, value_step, rotation_scale, scale,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim, v_batch, v_head, v_row, v_dim,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, PACKED: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr,
     INT8: tl.constexpr, FP8: tl.constexpr, WRITE_TERM: tl.constexpr,
-    KIND: tl.constexpr, SEGMENTS: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program, one item of one kind. All but the sums need the sums; queries need them for WRITE_TERM only.
+    """One program, one item of one kind. The sample comes first; queries need it for WRITE_TERM only.
 
-    `items` are those of one key/value head; `row_step` and `key_step` are the tokens of one.
+    `items` are those of one key/value head; `row_step`, `key_step` and `value_step` are the tokens of one.
     """
     item = tl.program_id(0) % items
     row = (tl.program_id(0) // items).to(tl.int64)
@@ -401,17 +495,18 @@ def prepare(
     key_slot = kv_row * k_slots + first_slot // BK
     filled = tl.cdiv(keys, SEQUENCE_TILE) * SEQUENCE_TILE
     if KIND == 0:
-        sum_keys(
-            K, V, VALID, SUMS + key_slot * (K_SUBS * D), PARTIAL + (row * items + item) * D,
-            V_MAX + (row * items + item) * DV, V_FINITE + key_slot, keys, item * SEGMENTS,
-            k_row, k_dim, v_row, v_dim, D, DV, DP, DVP, K_SUBS, BK // K_SUBS, SEGMENTS, HAS_VALID,
+        COUNT += row * PARTS
+        SUM += row * PARTS * D
+        V_MAX += row * PARTS * DV
+        sample_head(
+            K, V, VALID, COUNT, SUM, V_MAX, V_FINITE + key_slot, item, keys, tl.cdiv(keys, BK),
+            k_row, k_dim, v_row, v_dim, D, DV, DP, DVP, TILE, HAS_VALID, FP8,
         )  # fmt: skip
-        tl.debug_barrier()  # the whole program's sums are out before it counts as arrived
-        if tl.atomic_add(ARRIVED + row, 1, sem="acq_rel") == items - 1:
-            count = tl.load(VALID_COUNT + batch) if HAS_VALID else keys
-            finish_sums(
-                PARTIAL + row * items * D, V_MAX + row * items * DV, HADAMARD, MEAN + row * D,
-                ROTATED_MEAN + row * DP, V_SCALE + row * DV, items, count, D, DV, DP, DVP, INT8, FP8,
+        tl.debug_barrier()  # the whole program's part is out before it counts as arrived
+        if tl.atomic_add(ARRIVED + row, 1, sem="acq_rel") == PARTS - 1:
+            finish_sample(
+                COUNT, SUM, V_MAX, HADAMARD, MEAN + row * D, ROTATED_MEAN + row * DP, V_SCALE + row * DV,
+                D, DV, DP, DVP, INT8, FP8,
             )  # fmt: skip
     elif KIND == 1:
         per_head = items // group
@@ -432,16 +527,21 @@ def prepare(
         begin = item * key_step
         place = kv_row * padded + first_slot
         finish_keys(
-            K, VALID, SUMS + key_slot * (K_SUBS * D), MEAN + row * D, ROTATED_MEAN + row * DP, HADAMARD,
+            K, VALID, MEAN + row * D, ROTATED_MEAN + row * DP, HADAMARD,
             K_MEANS + (kv_row * K_SUBS * k_slots + first_slot // BK) * D, K_SIMILARITY + key_slot,
             K8 + place * DP, K_SCALE + place // KEYS_PER_SCALE,
             keys, tl.cdiv(keys, BK), k_slots, begin, tl.minimum(begin + key_step, filled),
             rotation_scale, k_row, k_dim, D, DP, BK, K_SUBS, TILE, HAS_VALID, JUDGE, INT8,
         )  # fmt: skip
-    else:
-        begin = item * TILE
-        if begin < filled:
-            finish_values(
-                V, VALID, V_SCALE + row * DV, V8 + kv_row * DVP * padded + first_slot,
-                keys, padded, begin, v_row, v_dim, DV, DVP, TILE, HAS_VALID,
-            )  # fmt: skip
+    elif KIND == 3:
+        begin = item * value_step
+        finish_values(
+            V, VALID, V_SCALE + row * DV, V_FINITE + key_slot, V_REPAIR + row,
+            V8 + kv_row * DVP * padded + first_slot, keys, padded, begin, tl.minimum(begin + value_step, filled),
+            v_row, v_dim, DV, DVP, BK, TILE, HAS_VALID, FP8,
+        )  # fmt: skip
+    elif tl.load(V_REPAIR + row) != 0:
+        repair_values(
+            V, VALID, V_SCALE + row * DV, V8 + kv_row * DVP * padded + first_slot, keys, filled, padded, v_row, v_dim,
+            DV, DVP, TILE, HAS_VALID,
+        )  # fmt: skip

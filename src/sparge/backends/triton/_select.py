@@ -72,7 +72,7 @@ def block_weights(
 ):  # fmt: skip
     """Mean exponential of each block's sub-scores relative to `shift`, [rows, CHUNK]."""
     total = tl.zeros([query.shape[0], CHUNK], tl.float32)
-    for part in tl.static_range(K_SUBS // PART):
+    for part in range(K_SUBS // PART):
         scores = sub_scores(
             query, K_MEANS, FILLED, first, part * PART, blocks, sub_stride, k_len,
             D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
@@ -129,7 +129,7 @@ def measure_chunk(
         if JUDGE:
             judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
     weight = tl.zeros([ROWS, CHUNK], tl.float32)
-    for part in tl.static_range(K_SUBS // PART):
+    for part in range(K_SUBS // PART):
         scores = sub_scores(
             query, K_MEANS, FILLED, first, part * PART, k_blocks, k_slots, k_len,
             D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
@@ -180,7 +180,8 @@ def keep_chunk(
     keep = keep | column_kept[None, :] | row_kept[:, None]
     if RIGHT_EDGE:
         start = (block * BK)[None, :]
-        keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < start + BK))
+        stop = tl.minimum(start + BK, k_len)
+        keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < stop))
     if not WHOLE:
         keep = keep & (tl.max(tl.reshape(seen.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0)
     return pack_words(keep)

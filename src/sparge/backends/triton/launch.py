@@ -155,12 +155,11 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     plan = prepare_plan(inputs.signature, config, capability(q.device))
     scratch = dict(zip(plan.scratch, _pieces(q, torch.float32, *plan.scratch.values()), strict=True))
     blocks = _blocks(inputs, config, plan.sizes, scratch)
-    copied = blocks.quantized
+    copied, zeros = blocks.quantized, torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
     tensors = (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
-        q if valid is None else valid.sum(1, dtype=torch.int32), *_ends(inputs), _hadamard(plan.sizes.dp, q.device),
-        torch.zeros(plan.sizes.rows, dtype=torch.int32, device=q.device),
-        *(scratch[x] for x in ("sums", "partial", "v_max", "key_mean", "rotated_mean", "value_scale")),
+        *_ends(inputs), _hadamard(plan.sizes.dp, q.device),
+        *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "rotated_mean", "key_mean", "value_scale")),
         blocks.v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
         scratch["q_similarity"], scratch["k_similarity"],
         *((q, q, q) if copied is None else (copied.query, copied.key, copied.value)),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparge.backends.triton.dispatch import Launch
-from sparge.backends.triton.sizes import Sizes, prepare_sizes, select_sizes, tile_sizes
+from sparge.backends.triton.sizes import SAMPLE_PARTS, Sizes, prepare_sizes, select_sizes, tile_sizes
 from sparge.block_mask import WORD
 from sparge.config import RULES, SparseConfig
 from sparge.inputs import Signature
@@ -18,7 +18,7 @@ from sparge.quantization import KEYS_PER_SCALE
 
 LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
-KINDS = ("SUM", "QUERIES", "KEYS", "VALUES")  # of preparation work, a launch each
+KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -70,15 +70,15 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
     int8, fp8, judge = config.quantization != "none", config.quantization == "int8-fp8", config.similarity is not None
     size, (rows, keys), (a, b) = Sizes.of(problem, config.block, int8), config.block, config.subblocks
     kinds = KINDS if fp8 else KINDS[:-1]
-    tunings = {kind: prepare_sizes(kind, chip, max(size.dp, size.dvp), problem.dtype, b) for kind in kinds}
-    items = {kind: size.items(kind, rows, b, tuning) for kind, tuning in tunings.items()}
+    tunings = {kind: prepare_sizes(kind, chip, max(size.dp, size.dvp), problem.dtype) for kind in kinds}
+    items = {kind: size.items(kind, rows) for kind in kinds}
     q_heads, k_heads = size.entries * size.heads, size.entries * size.kv_heads
     scratch = {
-        "sums": k_heads * size.k_slots * b * size.dim,
-        "partial": size.rows * items["SUM"] * size.dim,
-        "v_max": size.rows * items["SUM"] * size.value_dim,
+        "count": size.rows * SAMPLE_PARTS,
+        "sum": size.rows * SAMPLE_PARTS * size.dim,
+        "rotated_mean": size.rows * size.dp * int8,
+        "v_max": size.rows * SAMPLE_PARTS * size.value_dim * fp8,
         "key_mean": size.rows * size.dim,
-        "rotated_mean": size.rows * size.dp,
         "value_scale": size.rows * size.value_dim * fp8,
         "q_similarity": q_heads * size.q_slots * judge,
         "k_similarity": k_heads * size.k_slots * judge,
@@ -88,7 +88,7 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
     }
     numbers = (
         size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.padded, size.q_slots, size.k_slots,
-        size.kv_heads, size.heads // size.kv_heads, size.row_step(rows), size.key_step,
+        size.kv_heads, size.heads // size.kv_heads, size.row_step(rows), size.key_step, size.value_step,
         1 / math.sqrt(size.dp), problem.scale,
         *_strides(problem, problem.q_strides, problem.k_strides, problem.v_strides),
     )  # fmt: skip
@@ -118,7 +118,8 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
     from sparge.backends.triton import _select as kernels
 
     size, (rows, keys), (a, b) = Sizes.of(problem, config.block, False), config.block, config.subblocks
-    words, everything, tuning = -(-size.k_blocks // WORD), config.keeps_everything, select_sizes(chip, b, size.dim)
+    words, everything = -(-size.k_blocks // WORD), config.keeps_everything
+    tuning = select_sizes(chip, b, size.dim, not {"cdf", "topk"}.isdisjoint(config.rule))
     tiles = -(-size.q_blocks * a // tuning["ROWS"])
     numbers = (
         size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,

@@ -10,8 +10,10 @@ from sparge.inputs import Signature
 from sparge.quantization import MIN_ROTATION
 
 KEY_TILE = 128  # 8-bit copies of K and V are padded to it, and packed sequences start at its multiples
-MOST_STEPS = 32  # tiles one item of preparation goes through, so that it loads the rotation once
+MOST_STEPS = {"QUERIES": 8, "KEYS": 32, "VALUES": 4}  # blocks or key tiles one item of preparation goes through
 ITEMS = 512  # enough to fill a chip: shorter problems have smaller items
+SAMPLE_PARTS = 8  # programs that share one head's sample
+MIN_VALUE_CHANNELS = 64  # Triton 3.6 on sm_90 multiplies fewer wrongly where rows are not 16-byte aligned
 SMALL_CHIPS = (86, 89, 120)  # 99 KB of shared memory
 
 
@@ -57,7 +59,8 @@ class Sizes:
             q_slots, k_slots = q_tokens // block[0] + sequences, padded // block[1]
         return cls(
             sequences, heads, kv_heads, problem.q_len, problem.k_len, q_tokens, k_tokens, padded, q_slots, k_slots,
-            dim, problem.value_dim, padded_dim(dim, int8), power_of_two(problem.value_dim), batch,
+            dim, problem.value_dim, padded_dim(dim, int8),
+            max(power_of_two(problem.value_dim), MIN_VALUE_CHANNELS), batch,
             -(-problem.q_len // block[0]), -(-problem.k_len // block[1]),
         )  # fmt: skip
 
@@ -68,41 +71,45 @@ class Sizes:
 
     def row_step(self, block_rows: int) -> int:
         """Query rows of one item of preparation."""
-        return _steps(self.batch * self.heads * self.q_blocks) * block_rows
+        return _steps("QUERIES", self.batch * self.heads * self.q_blocks) * block_rows
 
     @property
     def key_step(self) -> int:
-        return _steps(self.rows * -(-self.k_len // KEY_TILE)) * KEY_TILE
+        return _steps("KEYS", self.rows * -(-self.k_len // KEY_TILE)) * KEY_TILE
 
-    def items(self, kind: str, block_rows: int, subblocks: int, tuning: dict[str, int]) -> int:
+    @property
+    def value_step(self) -> int:
+        return _steps("VALUES", self.rows * -(-self.k_len // KEY_TILE)) * KEY_TILE
+
+    def items(self, kind: str, block_rows: int) -> int:
         """How many items of one kind a key/value head has; queries are those of all heads that share it."""
-        padded = -(-self.k_len // KEY_TILE) * KEY_TILE
-        if kind == "SUM":
-            return -(-self.k_blocks * subblocks // tuning["SEGMENTS"])
         if kind == "QUERIES":
             return -(-self.q_len // self.row_step(block_rows)) * (self.heads // self.kv_heads)
-        return -(-padded // self.key_step) if kind == "KEYS" else padded // tuning["TILE"]
+        padded = -(-self.k_len // KEY_TILE) * KEY_TILE
+        return {
+            "SAMPLE": SAMPLE_PARTS, "KEYS": -(-padded // self.key_step), "VALUES": -(-padded // self.value_step),
+            "REPAIR": 1,
+        }[kind]  # fmt: skip
 
 
-def _steps(tiles: int) -> int:
-    return max(1, min(MOST_STEPS, tiles // ITEMS))
+def _steps(kind: str, tiles: int) -> int:
+    return max(1, min(MOST_STEPS[kind], tiles // ITEMS))
 
 
-def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype, subblocks: int) -> dict[str, int]:
-    """Sub-blocks summed at once, keys finished at once, warps and pipeline stages of one kind of preparation."""
+def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype) -> dict[str, int]:
+    """Keys finished at once, warps and pipeline stages of one kind of preparation."""
     if dtype == torch.float32 or widest > 128:
         stages = 1 if chip in SMALL_CHIPS or dtype == torch.float32 else 2
-        return {"SEGMENTS": max(subblocks, 16), "TILE": 64, "num_warps": 8, "num_stages": stages}
-    tile = 64 if kind == "VALUES" else 128
-    warps = 4 if chip == 90 or kind in ("SUM", "VALUES") else 8  # four would spill elsewhere
-    stages = 3 if chip == 90 and kind == "QUERIES" else 2
-    return {"SEGMENTS": max(subblocks, 32), "TILE": tile, "num_warps": warps, "num_stages": stages}
+        return {"TILE": 32 if kind == "REPAIR" else 64, "num_warps": 8, "num_stages": stages}
+    warps = 4 if kind in ("SAMPLE", "VALUES") or (chip == 90 and kind != "REPAIR") else 8  # four would spill elsewhere
+    stages = 3 if chip == 90 else 2
+    return {"TILE": 64, "num_warps": warps, "num_stages": stages}
 
 
-def select_sizes(chip: int, subblocks: int, widest: int) -> dict[str, int]:
+def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict[str, int]:
     """Sub-rows per program, sub-blocks per product, key blocks per step."""
     part = min(subblocks, 4 if widest <= 128 and chip != 100 else 2)
-    warps = 4 if chip == 90 and widest <= 128 else 8  # four would spill elsewhere
+    warps = 4 if chip == 90 and widest <= 128 and subblocks <= 4 and not searches else 8  # four would spill elsewhere
     return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": 3 if widest <= 128 else 2}
 
 
