@@ -13,7 +13,7 @@ LEAST_SKEWED_SPARSITY = 0.375  # below, the full half of a skewed mask would kee
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. A `real` case takes its shape and causal order from the captured file, its sparsity from the mask."""
+    """One problem. A `real` case takes its shape and causal order from the captured file, sparsity from the mask."""
 
     tokens: int
     head_dim: int = 128

@@ -44,13 +44,12 @@ def measure(case: Case, settings: Settings) -> Row:
         return Row(case, NOT_RUN, str(refusal))
     except Exception as error:
         return Row(case, FAILED, one_line(error))
-    finally:
-        gc.collect()
-        if settings.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _measure(case: Case, settings: Settings) -> Row:
+    gc.collect()
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()  # here, not after: on a broken device it raises
     problem = make_problem(case, settings)
     limit = bound(problem.config.quantization, settings.dtype)
     row = Row(

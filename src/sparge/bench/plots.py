@@ -32,6 +32,9 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     for name, draw in pictures.items() if rows else ():
         figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
         draw(axes, rows, chip)
+        axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_minor_formatter(_plain)
+        axes.tick_params(axis="y", which="minor", labelsize=7)
         axes.grid(True, which="both", alpha=0.25)
         axes.legend(fontsize=7)
         figure.savefig(folder / name, dpi=130)
@@ -137,6 +140,11 @@ def _prediction_by_tokens(axes: Any, rows: list[Row], chip: str) -> None:
     axes.set_title(f"What prediction costs on {chip}", fontsize=10)
 
 
+def _plain(number: float, _: int | None) -> str:
+    return f"{number:.3g}"
+
+
 def _length_axis(axes: Any) -> None:
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
     axes.set_xlabel("tokens")

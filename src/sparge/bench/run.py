@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import datetime, timezone
 
 import torch
@@ -25,21 +24,23 @@ def run(
 ) -> Results:
     """Ctrl-C ends the run; what was measured until then is the result."""
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    machine, known = hardware(settings.device), versions()  # before the cases: one of them may break the device
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)  # Triton's timer and kernels use the current one
     rows: list[Row] = []
     interrupted = False
     try:
-        with torch.cuda.device(settings.device) if settings.device.type == "cuda" else nullcontext():
-            for case in cases:
-                before(case)
-                rows.append(measure(case, settings))
-                after(rows[-1])
+        for case in cases:
+            before(case)
+            rows.append(measure(case, settings))
+            after(rows[-1])
     except KeyboardInterrupt:
         interrupted = True
     return Results(
         date=started,
         command=shlex.join(["sparge", *sys.argv[1:]]),
-        machine=hardware(settings.device),
-        versions=versions(),
+        machine=machine,
+        versions=known,
         settings={
             "device": str(settings.device),
             "dtype": str(settings.dtype).removeprefix("torch."),
