@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from sparge.bench.results import MEASURED, Results
 from sparge.cli import app
 
 runner = CliRunner()
+pytestmark = pytest.mark.usefixtures("one_thread")  # tiny problems: a second thread only waits
 TINY = (
     Case(256, 64, quantization="none"),
     Case(512, 64, causal=True, sparsity=0.8, group=4, quantization="none"),
@@ -203,3 +206,10 @@ def test_capture_on_the_real_model(tmp_path: Path) -> None:
     row = Results.from_json(bench("--captured", str(path), "--json").stdout).rows[-1]
     assert (row.case.tokens, row.case.group, row.heads, row.outcome) == (1024, 3, 9, MEASURED)
     assert json.dumps(row.relative_l1) != "null"
+
+
+def test_importing_sparge_does_not_import_the_benchmark() -> None:
+    heavy = "{'matplotlib', 'typer', 'rich', 'sparge.bench', 'sparge.cli'}"
+    code = f"import sys, sparge; found = {heavy} & set(sys.modules); assert not found, found"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -208,3 +209,28 @@ def test_the_timed_calls_take_turns() -> None:
     taken = timing.medians(actions, CPU)
     assert "".join(order) == "ab" * timing.CPU_TURNS
     assert set(taken) == {"a", "b"}
+
+
+def test_gpu_times_are_do_bench_medians_each_in_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("triton.testing")
+    entered: list[str] = []
+
+    @contextmanager
+    def setting():
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    def do_bench(call, warmup: int, rep: int, return_mode: str) -> float:
+        assert return_mode == "median"
+        call()
+        return 1.5
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(testing, "do_bench", do_bench)
+    actions = {"a": timing.Timed(lambda: entered.append("a"), setting), "b": timing.Timed(fails)}
+    taken = timing.medians(actions, torch.device("cuda"))
+    assert taken == {"a": 1.5, "b": "RuntimeError: out of memory"}
+    assert entered == ["in", "a", "out"]

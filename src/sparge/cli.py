@@ -82,8 +82,9 @@ def bench(
 ) -> None:
     """Measure sparge against cuDNN, FlashAttention 2, torch SDPA, FlexAttention and SageAttention in one run.
 
-    Every result is checked against float64 attention before its speed is printed; a wrong one of ours makes the exit
-    code 1. Ctrl-C keeps what was measured.
+    Every result is checked against float64 attention before its speed is
+    printed; a wrong one of ours makes the exit code 1. Ctrl-C keeps what was
+    measured.
 
     Examples:
 
@@ -91,7 +92,9 @@ def bench(
 
       sparge bench --grid bars --out results
 
-      sparge capture smollm2.safetensors && sparge bench --captured smollm2.safetensors
+      sparge capture real.safetensors
+
+      sparge bench --captured real.safetensors --without flex
     """
     from sparge.bench.command import BadOptionError, make_plan, run_plan
 
