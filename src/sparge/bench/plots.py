@@ -81,6 +81,8 @@ def _tflops_by_sparsity(axes: Any, rows: list[Row], chip: str) -> None:
     for group in _series(rows, key):
         label = _name(group[0], "tokens", "head_dim", "order", "mask", "group", "quantization")
         _line(axes, [(_skipped(row), row.tflops("total")) for row in group], label, marker="o", markersize=3)
+        flex = [(_skipped(row), row.tflops("flex")) for row in group]
+        _line(axes, flex, f"{NAMES['flex']}, {label}", marker="x", markersize=4, linestyle=":")
         for row in group:
             speed = row.tflops(row.base)
             if speed is not None:
@@ -141,7 +143,7 @@ def _prediction_by_tokens(axes: Any, rows: list[Row], chip: str) -> None:
 
 
 def _plain(number: float, _: int | None) -> str:
-    return f"{number:.3g}"
+    return f"{number:g}"
 
 
 def _length_axis(axes: Any) -> None:
