@@ -32,7 +32,7 @@ demo: $(VENV)/.demo
 	$(BIN)/sparge demo
 
 bench: $(VENV)/.demo
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/sparge bench
 
 $(OLDEST_TRITON): $(VENV)/bin/python  # beside the newest, which the environment holds
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0

@@ -21,7 +21,7 @@ from sparge.backends import BACKENDS
 from sparge.config import SparseConfig
 
 app = typer.Typer(
-    help="Training-free sparse attention: see what this machine can run, and try it on a real model.",
+    help="Training-free sparse attention: see what this machine can run, try it on a real model, measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -62,6 +62,70 @@ def demo(
         _run_demo(tokens, runs, output)
     except (RuntimeError, OSError) as error:
         sys.exit(f"sparge demo: {error}")
+
+
+@app.command()
+def bench(
+    grid: Annotated[
+        str | None, typer.Option(help="quick, bars, full or cpu. Default: bars with a GPU, else cpu.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 32 on a GPU, 4 on a CPU.")] = None,
+    block: Annotated[str | None, typer.Option(metavar="ROWS,KEYS", help="Block of the masks. Default: 128,64.")] = None,
+    backend: Annotated[str | None, typer.Option(help="See sparge info. Default: the best of sparge's kernels.")] = None,
+    captured: Annotated[Path | None, typer.Option(metavar="FILE", help="Adds the mask of real Q, K, V.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave a contender out; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for results.json, table.md, plots.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Measure sparge against cuDNN, FlashAttention 2, torch SDPA, FlexAttention and SageAttention in one run.
+
+    Every result is checked against float64 attention before its speed is
+    printed; a wrong one of ours makes the exit code 1. Ctrl-C keeps what was
+    measured.
+
+    Examples:
+
+      sparge bench --grid quick
+
+      sparge bench --grid bars --out results
+
+      sparge capture real.safetensors
+
+      sparge bench --captured real.safetensors --without flex
+    """
+    from sparge.bench.command import BadOptionError, make_plan, run_plan
+
+    try:
+        plan = make_plan(grid, device, heads, block, backend, captured, tuple(without or ()))
+        outcome = run_plan(plan, out, as_json)
+    except (BadOptionError, OSError) as error:
+        sys.exit(f"sparge bench: {error}")
+    raise typer.Exit(outcome)
+
+
+@app.command()
+def capture(
+    file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    tokens: Annotated[int, typer.Option(min=1024, max=8192, help="Length of the document.")] = 8192,
+    layer: Annotated[int, typer.Option(min=0, help="Which layer's Q, K and V.")] = 14,
+) -> None:
+    """Write Q, K and V of one layer of SmolLM2-135M, reading a real document, for `sparge bench --captured`.
+
+    Example: sparge capture smollm2.safetensors --layer 20
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")):
+        sys.exit("sparge capture needs transformers and gguf: pip install 'sparge[demo]'.")
+    from sparge.bench.captured import capture_smollm2
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after
+        made = capture_smollm2(file, tokens, layer)
+    except (RuntimeError, OSError, ValueError) as error:
+        sys.exit(f"sparge capture: {error}")
+    Console().print(f"{file}: {made.source}, q {list(made.query.shape)}, k and v {list(made.key.shape)}")
 
 
 def _version(name: str) -> str | None:

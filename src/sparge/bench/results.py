@@ -1,0 +1,105 @@
+"""What a run found out, and its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparge.bench.cases import Case
+
+MEASURED, WRONG, FAILED, NOT_RUN = "measured", "wrong", "failed", "not run"
+OURS = ("total", "attend", "prepare", "select")
+GRAPHED = tuple(f"graph_{name}" for name in OURS)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender, or one part of ours: its median, or the reason why there is none."""
+
+    name: str
+    milliseconds: float | None
+    ratio: float | None = None  # the base contender's time over this one
+    relative_l1: float | None = None  # of its result, where it has one
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. Only an outcome of "measured" has times of ours."""
+
+    case: Case
+    outcome: str
+    reason: str = ""
+    heads: int = 0
+    backend: str = ""
+    skipped: float | None = None  # share of visible blocks, as counted in the mask
+    base: str = ""
+    relative_l1: float | None = None
+    max_relative_l1: float | None = None
+    extra_memory: float | None = None  # peak beyond inputs and output, of Q + K + V + O
+    timings: tuple[Timing, ...] = ()
+
+    def timing(self, name: str) -> Timing | None:
+        return next((timing for timing in self.timings if timing.name == name), None)
+
+    def milliseconds(self, name: str) -> float | None:
+        timing = self.timing(name)
+        return None if timing is None else timing.milliseconds
+
+    def ratio(self, name: str) -> float | None:
+        timing = self.timing(name)
+        return None if timing is None else timing.ratio
+
+    @property
+    def prediction_share(self) -> float | None:
+        """Preparation and selection, of the base contender's time."""
+        prepare, select, base = (self.milliseconds(name) for name in ("prepare", "select", self.base))
+        return None if prepare is None or select is None or base is None else (prepare + select) / base
+
+    @property
+    def operations(self) -> float:
+        """Of dense attention: two products of tokens x tokens x head_dim, half of it under causal order."""
+        case = self.case
+        return 4.0 * self.heads * case.tokens**2 * case.head_dim / (2 if case.causal else 1)
+
+    def tflops(self, name: str) -> float | None:
+        """Dense-equivalent operations over time."""
+        taken = self.milliseconds(name)
+        return None if taken is None else self.operations / taken / 1e9
+
+
+@dataclass(frozen=True)
+class Results:
+    """A whole run."""
+
+    date: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
+    settings: dict[str, Any]
+    rows: tuple[Row, ...]
+    interrupted: bool = False
+
+    @property
+    def any_wrong(self) -> bool:
+        return any(row.outcome in (WRONG, FAILED) for row in self.rows)
+
+    def missing(self) -> Counter[str]:
+        """Why which contender or case has no time, and how often."""
+        reasons = [f"{row.case.mask} case: {row.reason}" for row in self.rows if row.outcome == NOT_RUN]
+        reasons += [f"{t.name}: {t.reason}" for row in self.rows for t in row.timings if t.reason]
+        return Counter(reasons)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        facts = json.loads(text)
+        rows = []
+        for row in facts.pop("rows"):
+            case, timings = Case(**row.pop("case")), tuple(Timing(**timing) for timing in row.pop("timings"))
+            rows.append(Row(case=case, timings=timings, **row))
+        return cls(rows=tuple(rows), **facts)
