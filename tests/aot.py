@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 SHARED_MEMORY_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB one program may use
@@ -28,6 +29,7 @@ class Resources:
     shared_bytes: int
     spill_bytes: int
     registers: int
+    serialized: bool  # asynchronous products that the assembler makes wait for each other
     ptx: str = field(repr=False)
 
 
@@ -38,22 +40,24 @@ def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[s
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    source = ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
-    registers, spills = _assemble(compiled.asm["ptx"], arch)
-    return Resources(kernel.__name__, arch, compiled.metadata.shared, spills, registers, compiled.asm["ptx"])
+    report = _assemble(compiled.asm["ptx"], arch)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+    ptx, serialized = compiled.asm["ptx"], "instructions are serialized" in report
+    return Resources(kernel.__name__, arch, compiled.metadata.shared, spills, registers, serialized, ptx)
 
 
-def _assemble(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers and spilled bytes, from ptxas."""
+def _assemble(ptx: str, arch: int) -> str:
+    """What ptxas says."""
     suffix = "a" if arch >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(source) + ".o"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
-    return max(map(int, re.findall(r"Used (\d+) registers", report))), spills
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from sparge import reference
 from sparge.backends.cpu.launch import CpuBackend
 from sparge.backends.dense import DenseBackend
 from sparge.backends.gather import GatherBackend
+from sparge.backends.hopper.launch import HopperBackend
 from sparge.backends.triton.launch import TritonBackend
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
@@ -65,6 +66,7 @@ class ReferenceBackend:
 # Best first. The dense one stands before the sparse kernels because it takes only what they cannot speed up.
 BACKENDS: tuple[Backend, ...] = (
     DenseBackend(),
+    HopperBackend(),
     TritonBackend(),
     CpuBackend(),
     GatherBackend(),

@@ -349,11 +349,13 @@ def select(
 @triton.jit(do_not_specialize=LENGTHS)
 def expand(
     BITS, Q_ENDS,  # inputs: int32 [BH, query blocks, words]
-    COUNTS, LISTS,  # outputs: [BH, rows], [BH, rows, key blocks], descending
+    COUNTS, LISTS,  # outputs: [BH, rows] and a zero, from which programs draw; [BH, rows, key blocks], descending
     heads, q_len, q_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head,
     BQ: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0)."""
+    if tl.program_id(0) == 0:
+        tl.store(COUNTS + tl.num_programs(0), 0)
     row = tl.program_id(0) % rows
     bh = (tl.program_id(0) // rows).to(tl.int64)
     batch, head = bh // heads, bh % heads

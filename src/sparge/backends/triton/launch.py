@@ -69,15 +69,15 @@ class TritonBackend:
         return "int8" if chip < 89 else "none"
 
     def summarize(self, inputs: Inputs, config: SparseConfig) -> Blocks:
-        with _on_device(inputs.query):
+        with on_device(inputs.query):
             return _summarize(inputs, config)
 
     def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
-        with _on_device(blocks.inputs.query):
+        with on_device(blocks.inputs.query):
             return _select(blocks, config)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
-        with _on_device(blocks.inputs.query):
+        with on_device(blocks.inputs.query):
             return _attend(blocks, mask, config)
 
 
@@ -94,7 +94,7 @@ def capability(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def _on_device(x: Tensor) -> Any:
+def on_device(x: Tensor) -> Any:
     """Kernels launch on the current device: make it the tensor's."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
@@ -258,7 +258,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     plan = attend_plan(inputs.signature, config, mask.block, layout, capability(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
-    lists, counts = _pieces(q, torch.int32, plan.list_entries, plan.list_rows)
+    lists, counts = _pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
     skipped = _zero(q.device).expand(size.batch, size.heads)
     listing = (bits, _ends(inputs)[0], counts, lists)
     for part in plan.parts:

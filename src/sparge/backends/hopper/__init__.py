@@ -1,0 +1,1 @@
+"""Hopper's own attention kernel: TMA, warp specialisation, asynchronous tensor cores."""

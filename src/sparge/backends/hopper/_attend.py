@@ -1,0 +1,450 @@
+"""Block-sparse attention for sm_90 in Gluon: int8 scores, e4m3 values.
+
+One producer warp fills a ring of K and V stages by TMA; WGS consumer warpgroups of 64 query rows read them. A step
+takes 128 keys: two 64-key blocks of the tile's list, or one of 128. Lists descend, so the blocks that cut the diagonal
+or the end come first: one loop masks, the other does not. Programs stay on their multiprocessor and draw tiles by
+ticket, so that rows with much work and rows with little even out.
+
+The softmax lives in base 2, with every scale folded into the exponent's argument. Scores start at the bit pattern of
+1.5 * 2^23, so that the integer sums come out as floats (see the portable kernel); rows are summed by the tensor core,
+by a product with ones, which is also what rounded probabilities should be divided by.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the older name, before Triton 3.9
+
+ROWS = gl.constexpr(64)  # of one warpgroup
+UNIT = gl.constexpr(64)  # keys that share a scale
+MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23
+MAGIC_BITS = gl.constexpr(0x4B400000)
+P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
+NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
+END = gl.constexpr(-1)  # the ticket after the last tile
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+HALF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+LANES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # what one thread holds of eight columns
+ROW = gl.constexpr(gl.SliceLayout(1, HALF_SCORES))
+
+
+@aggregate
+class Problem:
+    """What the launch says: shapes, addresses, compile-time choices."""
+
+    heads: gl.tensor
+    group: gl.tensor
+    q_len: gl.tensor
+    k_len: gl.tensor
+    q_blocks: gl.tensor  # that have lists
+    first_block: gl.tensor
+    k_blocks: gl.tensor
+    padded: gl.tensor
+    tiles: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    scale: gl.tensor
+    COUNTS: gl.tensor
+    LISTS: gl.tensor
+    TICKETS: gl.tensor
+    Q_SCALE: gl.tensor
+    K_SCALE: gl.tensor
+    D: gl.constexpr
+    DVP: gl.constexpr
+    WGS: gl.constexpr
+    BQ: gl.constexpr
+    BK: gl.constexpr
+    STAGES: gl.constexpr
+    MASK_ALL: gl.constexpr
+    WRITE_LSE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
+        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, WRITE_LSE,
+    ):  # fmt: skip
+        self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
+        self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
+        self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
+        self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
+        self.Q_SCALE, self.K_SCALE = Q_SCALE, K_SCALE
+        self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
+        self.STAGES, self.MASK_ALL, self.WRITE_LSE = map(gl.constexpr, (STAGES, MASK_ALL, WRITE_LSE))
+
+
+@aggregate
+class Shared:
+    """Shared memory, and a pair of barriers for each thing that is handed over in it."""
+
+    q: gl.shared_memory_descriptor  # [WGS, 64, D]
+    k: gl.shared_memory_descriptor  # [STAGES, 128, D]
+    v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
+    ones: gl.shared_memory_descriptor  # [8, 64]
+    ticket: gl.shared_memory_descriptor  # [2, 32]
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    ticket_full: gl.shared_memory_descriptor
+    ticket_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, ones, ticket,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty,
+    ):  # fmt: skip
+        self.q, self.k, self.v, self.ones, self.ticket = q, k, v, ones, ticket
+        self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
+        self.v_full, self.v_empty = v_full, v_empty
+        self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def tile_of(tile, p):
+    """Head, first row, list; how many entries go the masked way, and how many steps of either kind there are."""
+    PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
+    PER_STEP: gl.constexpr = 128 // p.BK
+    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # entries that may cut the diagonal or the end
+    per_head = p.q_blocks * PER_BLOCK
+    bh = tile // per_head
+    inside = per_head - 1 - tile % per_head  # heavy causal rows first
+    slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
+    first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
+    count = gl.load(p.COUNTS + slot)
+    lists = p.LISTS + slot * p.k_blocks
+    masked = count
+    if not p.MASK_ALL:
+        last_free = gl.maximum(gl.minimum(p.k_len, first_row + (p.k_len - p.q_len) + p.right + 1), 0) // p.BK
+        masked = count * 0
+        for j in gl.static_range(LEADING):
+            here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
+            masked += ((here >= last_free) & (j < count)).to(gl.int32)
+        masked += (count - masked) % PER_STEP
+    masked_steps = (masked + PER_STEP - 1) // PER_STEP
+    return bh, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP
+
+
+@gluon.jit
+def kv_row(bh, p):
+    """Which key/value head a query head reads."""
+    return (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
+
+
+@gluon.jit
+def keys_of(lists, step, masked, masked_steps, BK: gl.constexpr, MASK: gl.constexpr):
+    """Where a step's two units of 64 keys begin; the second of an odd masked list repeats the first: not real."""
+    real = step >= 0
+    if BK == 128:
+        first = gl.load(lists + step) * BK
+        second = first + UNIT
+    elif MASK:
+        real = 2 * step + 1 < masked
+        first = gl.load(lists + 2 * step) * BK
+        second = gl.load(lists + gl.minimum(2 * step + 1, masked - 1)) * BK
+    else:
+        lists += masked + 2 * (step - masked_steps)
+        first = gl.load(lists) * BK
+        second = gl.load(lists + 1) * BK
+    return first, second, real
+
+
+# ---- the producer
+
+
+@gluon.jit
+def hand_out(ticket, turn, s):
+    """Tell every consumer which tile is next."""
+    mbarrier.wait(s.ticket_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    s.ticket.index(turn & 1).store(gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + ticket)
+    mbarrier.arrive(s.ticket_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s):
+    """K and V of two units of 64 keys, into a stage that every consumer has left."""
+    stage = c % p.STAGES
+    phase = (c // p.STAGES) & 1
+    full = s.k_full.index(stage)
+    mbarrier.wait(s.k_empty.index(stage), phase ^ 1)
+    mbarrier.expect(full, 2 * UNIT * p.D)
+    load_box(k_boxes, [kv * p.padded + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
+    load_box(k_boxes, [kv * p.padded + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
+    full = s.v_full.index(stage)
+    mbarrier.wait(s.v_empty.index(stage), phase ^ 1)
+    mbarrier.expect(full, 2 * UNIT * p.DVP)
+    load_box(v_boxes, [kv * p.DVP, a_key], full, s.v.index(2 * stage))
+    load_box(v_boxes, [kv * p.DVP, b_key], full, s.v.index(2 * stage + 1))
+
+
+@gluon.jit
+def producer(q_boxes, k_boxes, v_boxes, p, s):
+    c = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < p.tiles:
+        hand_out(tile, turn, s)
+        bh, first_row, lists, masked, masked_steps, steps = tile_of(tile, p)
+        kv = kv_row(bh, p)
+        mbarrier.wait(s.q_empty.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(s.q_full.index(0), p.WGS * ROWS * p.D)
+        for w in gl.static_range(p.WGS):
+            load_box(q_boxes, [bh * p.q_len + first_row + w * ROWS, 0], s.q_full.index(0), s.q.index(w))
+        for step in range(masked_steps):
+            a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, True)
+            load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s)
+            c += 1
+        for step in range(masked_steps, steps):
+            a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, False)
+            load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s)
+            c += 1
+        turn += 1
+        tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
+    hand_out(END, turn, s)
+
+
+# ---- the consumers
+
+
+@gluon.jit
+def next_tile(turn, s):
+    mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
+    tile = gl.max(s.ticket.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(s.ticket_empty.index(turn & 1), count=1)
+    return tile
+
+
+@gluon.jit
+def per_lane(x):
+    """A number per row, where LANES holds it."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
+
+
+@gluon.jit
+def lane_max(x):
+    """The largest a thread holds of each row, [64, 8]: nothing is exchanged."""
+    return gl.convert_layout(gl.max(x.reshape([ROWS, UNIT // 8, 8]), 1), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def lane_sum(x):
+    return gl.convert_layout(gl.sum(x.reshape([ROWS, UNIT // 8, 8]), 1), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def halves(scores):
+    """The two units of 64 keys, as floats; registers are renamed, nothing moves."""
+    a, b = scores.to(gl.float32, bitcast=True).reshape([ROWS, 2, UNIT]).permute([0, 2, 1]).split()
+    a = gl.convert_layout(a, HALF_SCORES, assert_trivial=True)
+    return a, gl.convert_layout(b, HALF_SCORES, assert_trivial=True)
+
+
+@gluon.jit
+def hidden_pairs(rows, key, real, p):
+    """bool [64, 64]: keys from `key` on that a row does not see."""
+    column = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES)), 0)
+    offset = p.k_len - p.q_len
+    high = gl.where(real, gl.minimum(rows + (offset + p.right), p.k_len - 1) - key, -1)
+    low = rows + (offset - p.left) - key
+    return (column > gl.expand_dims(high, 1)) | (column < gl.expand_dims(low, 1))
+
+
+@gluon.jit
+def probabilities(raw, factor, shift):
+    """2^(score - shift) from raw sums, row by row, in one fused operation and the exponential."""
+    zeros = gl.zeros([ROWS, UNIT], gl.float32, HALF_SCORES)
+    bias = -shift - MAGIC * factor
+    return gl.exp2(gl.fma(raw, gl.expand_dims(factor, 1) + zeros, gl.expand_dims(bias, 1) + zeros))
+
+
+@gluon.jit
+def as_operand(x, LAYOUT: gl.constexpr):
+    """e4m3, tokens relabelled inside each sixteen as V is stored; no data moves between threads."""
+    x8 = x.to(gl.float8e4nv).reshape([ROWS, UNIT // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, UNIT])
+    return gl.convert_layout(x8, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def fold_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, MASK: gl.constexpr):
+    """Fold one step's 128 keys into the running (acc, total, best)."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    stage = c % p.STAGES
+    phase = (c // p.STAGES) & 1
+    a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
+    b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
+    mbarrier.wait(s.k_full.index(stage), phase)
+    start = gl.full([ROWS, 2 * UNIT], MAGIC_BITS, gl.int32, SCORES)
+    scores = warpgroup_mma(q, s.k.index(stage).permute((1, 0)), start, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(s.k_empty.index(stage), count=1)
+    a, b = halves(scores)
+    if MASK:
+        a_hidden = hidden_pairs(rows, a_key, True, p)
+        b_hidden = hidden_pairs(rows, b_key, b_real, p)
+        a = gl.where(a_hidden, float("-inf"), a)
+        b = gl.where(b_hidden, float("-inf"), b)
+    top = gl.maximum((lane_max(a) - MAGIC) * per_lane(a_factor), (lane_max(b) - MAGIC) * per_lane(b_factor))
+    best_now = gl.maximum(best, gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True))
+    alpha = gl.exp2(best - best_now)
+    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
+    b_p = probabilities(b, b_factor, best_now - P_SHIFT)
+    if MASK:  # a row whose factor is zero has made NaN of what it does not see
+        a_p = gl.where(a_hidden, 0.0, a_p)
+        b_p = gl.where(b_hidden, 0.0, b_p)
+    a8 = as_operand(a_p, gl.DotOperandLayout(0, VALUES, 4))
+    b8 = as_operand(b_p, gl.DotOperandLayout(0, VALUES, 4))
+    mbarrier.wait(s.v_full.index(stage), phase)
+    nothing = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
+    sums = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    sums = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), sums, is_async=True)
+    if p.WRITE_LSE:  # the caller may combine results: the sum must not be rounded
+        row_sums = lane_sum(a_p) + lane_sum(b_p)
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+    else:
+        SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
+        ones = s.ones.permute((1, 0))
+        none = gl.zeros([ROWS, 8], gl.float32, LANES)
+        a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
+        b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
+        row_sums = warpgroup_mma(a8, ones, none, use_acc=False, is_async=True)
+        row_sums = warpgroup_mma(b8, ones, row_sums, is_async=True)
+        sums, row_sums = warpgroup_mma_wait(0, deps=(sums, row_sums))
+    mbarrier.arrive(s.v_empty.index(stage), count=1)
+    # e4m3 products are summed with few bits: a step's sum joins the float32 total in the operation that rescales it.
+    shrink = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    acc = gl.fma(acc, shrink + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), sums)
+    return acc, total * per_lane(alpha) + row_sums, best_now
+
+
+@gluon.jit
+def store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
+    row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
+    inverse = gl.where(row_total == 0, 0.0, 1.0 / row_total)  # a row that sees nothing gives 0; NaN stays NaN
+    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    dv = gl.arange(0, p.DVP, gl.SliceLayout(0, VALUES))
+    v_scale = gl.load(V_SCALE + kv_row(bh, p) * DV + dv, mask=dv < DV, other=0.0)
+    out = acc * inverse * gl.expand_dims(v_scale, 0)
+    wide = bh.to(gl.int64)
+    at = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    target = OUT + (wide // p.heads) * o_batch + (wide % p.heads) * o_head + at.to(gl.int64) * o_row
+    there = (at < p.q_len) & gl.expand_dims(dv < DV, 0)
+    gl.store(target + gl.expand_dims(dv, 0), out.to(OUT.dtype.element_ty), mask=there)
+    if p.WRITE_LSE:
+        place = wide * p.q_len + rows
+        lse = (best + gl.log2(row_total) - P_SHIFT) / 1.4426950408889634
+        lse += gl.load(LSE_TERM + place, mask=rows < p.q_len, other=0.0)  # what smoothing took from every score
+        gl.store(LSE + place, gl.where(row_total == 0, float("-inf"), lse), mask=rows < p.q_len)
+
+
+@gluon.jit
+def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    """One warpgroup: its 64 rows of every tile the program draws."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    c = 0
+    turn = 0
+    tile = next_tile(turn, s)
+    while tile >= 0:
+        bh, first_row, lists, masked, masked_steps, steps = tile_of(tile, p)
+        k_scales = p.K_SCALE + kv_row(bh, p) * (p.padded // UNIT)
+        rows = first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
+        q_scales = p.Q_SCALE + bh.to(gl.int64) * p.q_len
+        q_scale = gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0) * p.scale
+        acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
+        total = gl.zeros([ROWS, 8], gl.float32, LANES)
+        best = gl.full([ROWS], NOTHING, gl.float32, ROW)
+        mbarrier.wait(s.q_full.index(0), turn & 1)
+        q = s.q.index(wg)
+        for step in range(masked_steps):
+            a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, True)
+            acc, total, best = fold_step(
+                acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, True
+            )
+            c += 1
+        for step in range(masked_steps, steps):
+            a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, False)
+            acc, total, best = fold_step(
+                acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, False
+            )
+            c += 1
+        mbarrier.arrive(s.q_empty.index(0), count=1)
+        store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        turn += 1
+        tile = next_tile(turn, s)
+
+
+@gluon.jit
+def first_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    consumer(0, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+
+
+@gluon.jit
+def second_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    consumer(1, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+
+
+@gluon.jit
+def third_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    consumer(2, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+
+
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "first_block", "k_blocks", "padded", "tiles", "left",
+           "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def attend(
+    q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
+    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
+    heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
+    o_batch, o_head, o_row,
+    D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, MASK_ALL: gl.constexpr, WRITE_LSE: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    p = Problem(
+        heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
+        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, WRITE_LSE,
+    )  # fmt: skip
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
+    flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    ones.store(gl.full([8, UNIT], 1.0, gl.float32, flat).to(gl.float8e4nv))
+    fence_async_shared()
+    s = Shared(
+        gl.allocate_shared_memory(gl.int8, [WGS, ROWS, D], q_boxes.layout),
+        gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
+        ones, gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(1, 1), barriers(1, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),
+        barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
+    )  # fmt: skip
+    if WGS == 2:
+        gl.warp_specialize([
+            (first_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (second_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (producer, (q_boxes, k_boxes, v_boxes, p, s)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (first_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (second_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (third_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (producer, (q_boxes, k_boxes, v_boxes, p, s)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

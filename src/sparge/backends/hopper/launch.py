@@ -1,0 +1,175 @@
+"""Hopper's attention behind the portable preparation and selection: what it takes, its tiles, its launches."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.backends.triton.dispatch import Launch
+from sparge.backends.triton.launch import TritonBackend, capability, on_device
+from sparge.backends.triton.plans import LIST_BYTES, LOG2_E, REMEMBERED
+from sparge.backends.triton.sizes import Sizes
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs, Signature
+from sparge.stages import Blocks, Output
+
+CHIP = 90
+ROWS = 64  # of one warpgroup
+UNIT = 64  # keys of one TMA box
+WIDTHS = (64, 128)  # channels, padded
+BLOCK_KEYS = (64, 128)
+REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
+SHARED_BYTES = 227 << 10
+
+
+class HopperBackend(TritonBackend):
+    """A warp-specialised kernel for sm_90; whatever it does not take, the portable kernels do."""
+
+    name = "hopper"
+    merit = "first choice"
+
+    def unavailable(self) -> str | None:
+        refusal = super().unavailable()
+        if refusal is not None:
+            return refusal
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is None:
+            return "needs Triton 3.6 or newer, with Gluon"
+        return None
+
+    def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
+        refusal = super().unsupported(inputs, config)
+        if refusal is not None:
+            return refusal
+        if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
+            return "needs compute capability 9.0"
+        if config.quantization not in ("auto", "int8-fp8"):
+            return f"has int8-fp8 only, not {config.quantization}"
+        if inputs.packing is not None or inputs.visibility.key_valid is not None:
+            return "packed sequences and padding are for the portable kernels"
+        if config.pv_threshold is not None:
+            return "the second stage is for the portable kernels"
+        if not all(32 < x.shape[-1] <= 128 for x in (inputs.query, inputs.value)):
+            return "takes head_dim 33 to 128"
+        if _warpgroups(config.block[0]) is None or config.block[1] not in BLOCK_KEYS:
+            return f"takes blocks of 128, 192 or 256 rows and 64 or 128 keys, not {config.block}"
+        return None
+
+    def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+        with on_device(blocks.inputs.query):
+            return _attend(blocks, mask)
+
+
+def _warpgroups(rows: int) -> int | None:
+    return next((n for n in (3, 2) if rows % (n * ROWS) == 0), None)
+
+
+@dataclass(frozen=True)
+class ListedRows:
+    """Some query blocks whose lists fit the scratch: make the lists, then attend over them."""
+
+    rows: int  # lists in all
+    expand: Launch
+    attend: Launch
+
+
+@dataclass(frozen=True)
+class Plan:
+    sizes: Sizes
+    list_entries: int
+    list_rows: int
+    parts: tuple[ListedRows, ...]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _plan(
+    problem: Signature, block: tuple[int, int], bits: tuple[int, int, int], output: tuple[int, ...], processors: int
+) -> Plan:
+    """`bits`: strides of the mask's batch entries and heads, and words per row."""
+    from sparge.backends.hopper import _attend as kernels
+    from sparge.backends.triton import _select as list_kernels
+
+    size, warpgroups = Sizes.of(problem, block, True), _warpgroups(block[0])
+    assert warpgroups is not None
+    heads, per_block = size.batch * size.heads, block[0] // (ROWS * warpgroups)
+    step = min(size.q_blocks, max(1, LIST_BYTES // (4 * heads * size.k_blocks)))
+    everything = size.q_len + size.k_len
+    registers, at_launch = REGISTERS[warpgroups]
+    constants: dict[str, Any] = {
+        "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
+        "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.left < problem.k_len,
+        "WRITE_LSE": problem.needs_lse, "REGISTERS": registers, "num_warps": 4, "maxnreg": at_launch,
+    }  # fmt: skip
+    parts = []
+    for first in range(0, size.q_blocks, step):
+        here = min(step, size.q_blocks - first)
+        expand = Launch(
+            list_kernels.expand, here * heads,
+            (size.heads, size.q_len, size.q_tokens, size.k_blocks, bits[2], first, here, *bits[:2]),
+            {"BQ": block[0], "TILE": 512, "PACKED": False, "num_warps": 4},
+        )  # fmt: skip
+        tiles = here * heads * per_block
+        numbers = (
+            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.padded,
+            tiles, min(problem.left, everything), min(problem.right, everything), problem.scale * LOG2_E, *output,
+        )  # fmt: skip
+        attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
+        parts.append(ListedRows(here * heads, expand, attend))
+    return Plan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
+
+
+def _stages(size: Sizes, warpgroups: int) -> int:
+    """As many K and V stages as fit beside Q, three or four."""
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * size.dp + 4096
+    return min(4, (SHARED_BYTES - rest) // stage) if size.dp == 64 else 3
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _boxes(x: Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of x as a matrix whose rows are its last dimension."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = gl.int8 if x.dtype == torch.int8 else gl.float8e4nv
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
+
+
+def _attend(blocks: Blocks, mask: BlockMask) -> Output:
+    inputs, copies, bits = blocks.inputs, blocks.quantized, mask.bits
+    assert copies is not None
+    assert copies.value_scale is not None
+    q, output = inputs.query, inputs.empty_output()
+    bits_batch, bits_head = (bits.stride(n) if bits.shape[n] > 1 else 0 for n in (0, 1))
+    plan = _plan(
+        inputs.signature, mask.block, (bits_batch, bits_head, bits.shape[3]), output.stride()[:3],
+        _processors(q.device),
+    )  # fmt: skip
+    size = plan.sizes
+    lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
+    lists = q.new_empty(plan.list_entries + 1, dtype=torch.int32)
+    counts = q.new_empty(plan.list_rows + 1, dtype=torch.int32)
+    boxes = (
+        _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
+    )  # fmt: skip
+    for part in plan.parts:
+        listing = (bits, q, counts, lists)
+        part.expand(listing, [x.data_ptr() for x in listing])
+        tensors = (
+            counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale, copies.value_scale,
+            q if copies.lse_term is None else copies.lse_term, output, q if lse is None else lse,
+        )  # fmt: skip
+        part.attend((*boxes, *tensors), (*boxes, *(x.data_ptr() for x in tensors)))
+    skipped = torch.zeros((), dtype=torch.int64, device=q.device).expand(size.batch, size.heads)
+    return Output(output, lse, skipped)

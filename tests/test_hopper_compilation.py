@@ -1,0 +1,52 @@
+"""Hopper's kernel compiles without a GPU: tensor-core instructions, no serialised products, hardly a spill."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Gluon has no interpreter", allow_module_level=True)
+
+import aot
+
+from sparge import SparseConfig
+from sparge.backends.hopper import launch
+from sparge.inputs import prepare_inputs
+
+ARCH = 90
+
+
+def compiled(monkeypatch, block: tuple[int, int], dim: int, is_causal: bool, needs_lse: bool) -> aot.Resources:
+    monkeypatch.setattr(launch, "capability", lambda device: ARCH)
+    monkeypatch.setattr("sparge.backends.triton.launch.capability", lambda device: ARCH)
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
+    query, key, value = (torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16) for _ in range(3))
+    inputs = prepare_inputs(query, key, value, is_causal=is_causal, needs_lse=needs_lse)
+    config = SparseConfig(quantization="int8-fp8", block=block)
+    backend, noted = launch.HopperBackend(), []
+    with aot.recorded_launches(noted):
+        blocks = backend.summarize(inputs, config)
+        backend.attend(blocks, backend.select(blocks, config), config)
+    kernel, args, kwargs = noted[-1]
+    assert kernel.__name__ == "attend"
+    return aot.compile_kernel(kernel, args, kwargs, ARCH)
+
+
+@pytest.mark.parametrize(
+    ("block", "dim", "is_causal", "needs_lse"),
+    [((128, 64), 128, True, False), ((128, 64), 64, False, True), ((192, 64), 64, True, False),
+     ((256, 128), 96, False, False)],
+    ids=str,
+)  # fmt: skip
+def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse):
+    resources = compiled(monkeypatch, block, dim, is_causal, needs_lse)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    assert resources.spill_bytes <= 64  # outside the loops
+    assert "s32.s8.s8" in resources.ptx
+    assert "f32.e4m3.e4m3" in resources.ptx
+    assert "cp.async.bulk.tensor" in resources.ptx
+    assert not resources.serialized
