@@ -1,0 +1,120 @@
+"""Hopper's kernel against the portable one: thousands of launches over every kind of block list, with a watchdog."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from problems import problem
+from torch import Tensor
+
+from sparge import BlockMask, SparseConfig
+from sparge.backends.hopper.launch import CHIP, HopperBackend
+from sparge.backends.triton.launch import TritonBackend
+from sparge.inputs import Inputs
+
+HOPPER, PORTABLE = HopperBackend(), TritonBackend()
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (CHIP // 10, CHIP % 10)
+pytestmark = pytest.mark.skipif(not HERE, reason="needs an H100 or H200")
+
+LAUNCHES = 10_000
+HANGS_AFTER = 240  # seconds
+KERNELS = tuple(itertools.product(((128, 64), (192, 64), (256, 64), (128, 128)), (64, 96, 128)))
+
+
+@pytest.fixture
+def watchdog():
+    """A kernel that waits for a barrier nobody arrives at would wait for ever: end the process, and say where."""
+    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def block_lists(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
+    """bool [B, H, query blocks, key blocks]: one of the patterns that have broken such kernels elsewhere."""
+    kept = torch.zeros(shape, dtype=torch.bool)
+    pattern = rng.randrange(8)
+    if pattern == 0:
+        return kept  # nothing at all
+    if pattern == 1:
+        kept[..., rng.randrange(shape[-1])] = True  # one block, the same everywhere
+    elif pattern == 2:
+        kept[:] = True
+    elif pattern == 3:
+        kept[..., rng.randrange(2) :: 2] = True
+    elif pattern == 4:
+        kept[:, :, rng.randrange(shape[2])] = True  # all the work in one row of tiles
+    elif pattern == 5:
+        kept[..., -1] = True  # only the ragged end
+    elif pattern == 6:
+        kept = torch.rand(shape) < torch.rand(*shape[:3], 1)  # every density in one launch
+    else:
+        kept = torch.rand(shape) < rng.choice((0.02, 0.3, 0.9))
+    return kept
+
+
+def assert_same_rows(got: Tensor, want: Tensor) -> None:
+    """Row by row, so that no row hides behind the others; both round probabilities to three bits, not always alike."""
+    error, size = ((x.abs().sum(-1)) for x in (got - want, want))
+    assert (error <= 0.08 * size).all()  # NaN fails, and so does anything but 0 where 0 is right
+    assert error.sum() <= 0.02 * size.sum()
+
+
+def a_problem(rng: random.Random, dim: int) -> Inputs:
+    kv_heads, group = rng.choice((1, 2)), rng.choice((1, 2, 4))
+    q_len, k_len = rng.randint(1, 600), rng.randint(1, 1500)
+    if rng.random() < 0.3:
+        k_len = q_len
+    q = torch.randn(rng.choice((1, 2)), kv_heads * group, q_len, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(q.shape[0], kv_heads, k_len, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    window = rng.choice((None, None, None, (rng.randint(0, 200), rng.randint(0, 200))))
+    inputs = problem(q, k, v, is_causal=rng.random() < 0.5, window=window)
+    return replace(inputs, needs_lse=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize(("block", "dim"), KERNELS, ids=str)
+def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, watchdog):
+    rng = random.Random(f"{block} {dim}")
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="int8-fp8", block=block)
+    launches = 0
+    while launches < LAUNCHES // len(KERNELS):
+        inputs = a_problem(rng, dim)
+        assert HOPPER.unsupported(inputs, config) is None
+        blocks = HOPPER.summarize(inputs, config)
+        batch, heads, q_len, _ = inputs.query.shape
+        k_len = inputs.key.shape[2]
+        shape = (rng.choice((1, batch)), rng.choice((1, heads)), -(-q_len // block[0]), -(-k_len // block[1]))
+        for _ in range(20):
+            mask = BlockMask.from_dense(block_lists(rng, shape).cuda(), q_len, k_len, block)
+            got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+            assert_same_rows(got.values.float(), want.values.float())
+            if inputs.needs_lse:
+                seen = want.lse > -torch.inf
+                assert torch.equal(got.lse > -torch.inf, seen)
+                torch.testing.assert_close(got.lse[seen], want.lse[seen], atol=1e-3, rtol=1e-4)
+            launches += 1
+
+
+def test_repeated_runs_are_bit_identical(watchdog):
+    """Programs draw tiles in any order; no result may depend on it."""
+    config = SparseConfig(quantization="int8-fp8", rule="topk", topk=0.3)
+    q, k, v = (torch.randn(1, 8, 3000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    blocks = HOPPER.summarize(problem(q, k, v, is_causal=True), config)
+    mask = HOPPER.select(blocks, config)
+    first = HOPPER.attend(blocks, mask, config)
+    for _ in range(50):
+        again = HOPPER.attend(blocks, mask, config)
+        assert torch.equal(first.values, again.values)
+        assert torch.equal(first.lse, again.lse)
+
+
+def test_the_stats_say_why_another_backend_ran():
+    q = torch.randn(1, 2, 256, 256, device="cuda", dtype=torch.bfloat16)
+    config = SparseConfig(quantization="int8-fp8")
+    assert "head_dim" in HOPPER.unsupported(problem(q, q, q), config)
+    assert "second stage" in HOPPER.unsupported(problem(*(q[..., :64],) * 3), replace(config, pv_threshold=-3.0))
