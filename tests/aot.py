@@ -31,6 +31,23 @@ class Resources:
     registers: int
     serialized: bool  # asynchronous products that the assembler makes wait for each other
     ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    def spills_in_loops(self, *instructions: str) -> int:
+        """Stores and loads of spilled registers in the innermost loops that hold all these machine instructions."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            disassemble = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+            lines = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout.splitlines()
+        label = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\.(L_x_\d+):", line))}
+        # A loop ends in a conditional branch; unconditional ones lead back from barriers that had to be waited for.
+        ends = ((at, re.search(r"@!?U?P\d+ BRA.*`\(\.(L_x_\d+)\)", line)) for at, line in enumerate(lines))
+        loops = [(label[end[1]], at) for at, end in ends if end and label.get(end[1], at) < at]
+        holding = [loop for loop in loops if all(any(i in x for x in lines[slice(*loop)]) for i in instructions)]
+        innermost = [a for a in holding if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in holding)]
+        assert innermost
+        return sum(bool(re.search(r"\b(STL|LDL)\b", x)) for loop in innermost for x in lines[slice(*loop)])
 
 
 def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[str, object], arch: int) -> Resources:
@@ -47,7 +64,9 @@ def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[s
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
     ptx, serialized = compiled.asm["ptx"], "instructions are serialized" in report
-    return Resources(kernel.__name__, arch, compiled.metadata.shared, spills, registers, serialized, ptx)
+    return Resources(
+        kernel.__name__, arch, compiled.metadata.shared, spills, registers, serialized, ptx, compiled.asm["cubin"]
+    )
 
 
 def _assemble(ptx: str, arch: int) -> str:

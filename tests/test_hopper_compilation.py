@@ -45,7 +45,7 @@ def compiled(monkeypatch, block: tuple[int, int], dim: int, is_causal: bool, nee
 def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse):
     resources = compiled(monkeypatch, block, dim, is_causal, needs_lse)
     assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
-    assert resources.spill_bytes <= 64  # outside the loops
+    assert resources.spills_in_loops("IGMMA", "QGMMA") == 0
     assert "s32.s8.s8" in resources.ptx
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx

@@ -29,6 +29,7 @@ MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23
 MAGIC_BITS = gl.constexpr(0x4B400000)
 P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
+PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 HALF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -88,6 +89,7 @@ class Shared:
     k: gl.shared_memory_descriptor  # [STAGES, 128, D]
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
+    exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]
     ticket: gl.shared_memory_descriptor  # [2, 32]
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -100,10 +102,10 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ones, ticket,
+        self, q, k, v, ones, exact, ticket,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty,
     ):  # fmt: skip
-        self.q, self.k, self.v, self.ones, self.ticket = q, k, v, ones, ticket
+        self.q, self.k, self.v, self.ones, self.exact, self.ticket = q, k, v, ones, exact, ticket
         self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
         self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
@@ -282,55 +284,142 @@ def as_operand(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def fold_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, MASK: gl.constexpr):
-    """Fold one step's 128 keys into the running (acc, total, best)."""
+def start_scores(q, stage, s):
+    """Raw scores of a stage's 128 keys, under way."""
+    start = gl.full([ROWS, 2 * UNIT], MAGIC_BITS, gl.int32, SCORES)
+    return warpgroup_mma(q, s.k.index(stage).permute((1, 0)), start, is_async=True)
+
+
+@gluon.jit
+def exponentials(a, b, a_factor, b_factor, best):
+    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
+    top = gl.maximum((lane_max(a) - MAGIC) * per_lane(a_factor), (lane_max(b) - MAGIC) * per_lane(b_factor))
+    best_now = gl.maximum(best, gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True))
+    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
+    b_p = probabilities(b, b_factor, best_now - P_SHIFT)
+    return a_p, b_p, best_now, gl.exp2(best - best_now)
+
+
+@gluon.jit
+def start_values(acc, total, a_p, b_p, stage, p, s):
+    """acc + P V and the rows' sums, under way. Sums must not be rounded where a caller may combine results."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    a8 = as_operand(a_p, gl.DotOperandLayout(0, VALUES, 4))
+    b8 = as_operand(b_p, gl.DotOperandLayout(0, VALUES, 4))
+    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+    if p.WRITE_LSE:
+        total = total + lane_sum(a_p) + lane_sum(b_p)
+    else:
+        SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
+        ones = s.ones.permute((1, 0))
+        total = warpgroup_mma(gl.convert_layout(a8, SUMMED, assert_trivial=True), ones, total, is_async=True)
+        total = warpgroup_mma(gl.convert_layout(b8, SUMMED, assert_trivial=True), ones, total, is_async=True)
+    return acc, total
+
+
+@gluon.jit
+def wait_values(acc, total, p):
+    if p.WRITE_LSE:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        acc, total = warpgroup_mma_wait(0, deps=(acc, total))
+    return acc, total
+
+
+@gluon.jit
+def shrunk(acc, total, alpha, p):
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    alpha_v = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    return acc * alpha_v, total * per_lane(alpha)
+
+
+@gluon.jit
+def promoted(acc, best, base, exact, p):
+    """The float32 sums so far, relative to `base`, and the tensor core's since then, together."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    beta = gl.convert_layout(gl.exp2(base - best), gl.SliceLayout(1, VALUES), assert_trivial=True)
+    return gl.fma(exact.load(VALUES), gl.expand_dims(beta, 1) + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
+
+
+@gluon.jit
+def masked_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s):
+    """Fold one step's 128 keys, some of them hidden from some rows, into the running (acc, total, best)."""
     stage = c % p.STAGES
     phase = (c // p.STAGES) & 1
     a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
     b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
     mbarrier.wait(s.k_full.index(stage), phase)
-    start = gl.full([ROWS, 2 * UNIT], MAGIC_BITS, gl.int32, SCORES)
-    scores = warpgroup_mma(q, s.k.index(stage).permute((1, 0)), start, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
+    a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     mbarrier.arrive(s.k_empty.index(stage), count=1)
-    a, b = halves(scores)
-    if MASK:
-        a_hidden = hidden_pairs(rows, a_key, True, p)
-        b_hidden = hidden_pairs(rows, b_key, b_real, p)
-        a = gl.where(a_hidden, float("-inf"), a)
-        b = gl.where(b_hidden, float("-inf"), b)
-    top = gl.maximum((lane_max(a) - MAGIC) * per_lane(a_factor), (lane_max(b) - MAGIC) * per_lane(b_factor))
-    best_now = gl.maximum(best, gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True))
-    alpha = gl.exp2(best - best_now)
-    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
-    b_p = probabilities(b, b_factor, best_now - P_SHIFT)
-    if MASK:  # a row whose factor is zero has made NaN of what it does not see
-        a_p = gl.where(a_hidden, 0.0, a_p)
-        b_p = gl.where(b_hidden, 0.0, b_p)
-    a8 = as_operand(a_p, gl.DotOperandLayout(0, VALUES, 4))
-    b8 = as_operand(b_p, gl.DotOperandLayout(0, VALUES, 4))
+    a_hidden = hidden_pairs(rows, a_key, True, p)
+    b_hidden = hidden_pairs(rows, b_key, b_real, p)
+    a = gl.where(a_hidden, float("-inf"), a)
+    b = gl.where(b_hidden, float("-inf"), b)
+    a_p, b_p, best, alpha = exponentials(a, b, a_factor, b_factor, best)
+    a_p = gl.where(a_hidden, 0.0, a_p)  # a row whose factor is zero has made NaN of what it does not see
+    b_p = gl.where(b_hidden, 0.0, b_p)
+    acc, total = shrunk(acc, total, alpha, p)
     mbarrier.wait(s.v_full.index(stage), phase)
-    nothing = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
-    sums = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    sums = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), sums, is_async=True)
-    if p.WRITE_LSE:  # the caller may combine results: the sum must not be rounded
-        row_sums = lane_sum(a_p) + lane_sum(b_p)
-        sums = warpgroup_mma_wait(0, deps=(sums,))
-    else:
-        SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
-        ones = s.ones.permute((1, 0))
-        none = gl.zeros([ROWS, 8], gl.float32, LANES)
-        a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
-        b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
-        row_sums = warpgroup_mma(a8, ones, none, use_acc=False, is_async=True)
-        row_sums = warpgroup_mma(b8, ones, row_sums, is_async=True)
-        sums, row_sums = warpgroup_mma_wait(0, deps=(sums, row_sums))
+    acc, total = start_values(acc, total, a_p, b_p, stage, p, s)
+    acc, total = wait_values(acc, total, p)
     mbarrier.arrive(s.v_empty.index(stage), count=1)
-    # e4m3 products are summed with few bits: a step's sum joins the float32 total in the operation that rescales it.
-    shrink = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    acc = gl.fma(acc, shrink + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), sums)
-    return acc, total * per_lane(alpha) + row_sums, best_now
+    return acc, total, best
+
+
+@gluon.jit
+def unmasked_steps(acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, exact, p, s):
+    """The steps that every row sees whole: the tensor core adds up one step's values under the next one's exponentials.
+
+    It adds e4m3 products with few bits, so every PROMOTE steps its sums join float32 ones in shared memory.
+    """
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    stage = c % p.STAGES
+    a_key, b_key, _ = keys_of(lists, masked_steps, masked, masked_steps, p.BK, False)
+    a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
+    b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
+    mbarrier.wait(s.k_full.index(stage), (c // p.STAGES) & 1)
+    a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
+    mbarrier.arrive(s.k_empty.index(stage), count=1)
+    a_p, b_p, best, alpha = exponentials(a, b, a_factor, b_factor, best)
+    acc, total = shrunk(acc, total, alpha, p)
+    base = best
+    many = steps - masked_steps > PROMOTE
+    if many:
+        exact.store(gl.zeros([ROWS, p.DVP], gl.float32, VALUES))
+    since = 1
+    for step in range(masked_steps + 1, steps):
+        a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, False)
+        a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
+        b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
+        stage = c % p.STAGES
+        next_stage = (c + 1) % p.STAGES
+        mbarrier.wait(s.k_full.index(next_stage), ((c + 1) // p.STAGES) & 1)
+        mbarrier.wait(s.v_full.index(stage), (c // p.STAGES) & 1)
+        scores = start_scores(q, next_stage, s)
+        flying, flying_total = start_values(acc, total, a_p, b_p, stage, p, s)
+        a, b = halves(warpgroup_mma_wait(2 if p.WRITE_LSE else 4, deps=(scores,)))  # the values may be under way
+        mbarrier.arrive(s.k_empty.index(next_stage), count=1)
+        a_p, b_p, best_now, alpha = exponentials(a, b, a_factor, b_factor, best)
+        acc, total = wait_values(flying, flying_total, p)
+        mbarrier.arrive(s.v_empty.index(stage), count=1)
+        if since == PROMOTE:
+            exact.store(promoted(acc, best, base, exact, p))
+            acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
+            base = best
+            since = 0
+        acc, total = shrunk(acc, total, alpha, p)
+        best = best_now
+        since += 1
+        c += 1
+    stage = c % p.STAGES
+    mbarrier.wait(s.v_full.index(stage), (c // p.STAGES) & 1)
+    acc, total = start_values(acc, total, a_p, b_p, stage, p, s)
+    acc, total = wait_values(acc, total, p)
+    mbarrier.arrive(s.v_empty.index(stage), count=1)
+    if many:
+        acc = promoted(acc, best, base, exact, p)
+    return acc, total, best, c + 1
 
 
 @gluon.jit
@@ -375,16 +464,12 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         q = s.q.index(wg)
         for step in range(masked_steps):
             a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, True)
-            acc, total, best = fold_step(
-                acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, True
-            )
+            acc, total, best = masked_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s)
             c += 1
-        for step in range(masked_steps, steps):
-            a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, False)
-            acc, total, best = fold_step(
-                acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, False
+        if steps > masked_steps:
+            acc, total, best, c = unmasked_steps(
+                acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, s.exact.index(wg), p, s
             )
-            c += 1
         mbarrier.arrive(s.q_empty.index(0), count=1)
         store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
@@ -431,7 +516,8 @@ def attend(
         gl.allocate_shared_memory(gl.int8, [WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
-        ones, gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        ones, gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(2, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(1, 1), barriers(1, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),
         barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip

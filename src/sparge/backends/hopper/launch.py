@@ -126,9 +126,9 @@ def _plan(
 
 
 def _stages(size: Sizes, warpgroups: int) -> int:
-    """As many K and V stages as fit beside Q, three or four."""
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * size.dp + 4096
-    return min(4, (SHARED_BYTES - rest) // stage) if size.dp == 64 else 3
+    """K and V stages: as many as fit beside Q and the float32 sums, four at most."""
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (size.dp + 4 * size.dvp) + 4096
+    return min(4, (SHARED_BYTES - rest) // stage)
 
 
 @functools.cache
