@@ -85,7 +85,7 @@ class Problem:
 class Shared:
     """Shared memory, and a pair of barriers for each thing that is handed over in it."""
 
-    q: gl.shared_memory_descriptor  # [WGS, 64, D]
+    q: gl.shared_memory_descriptor  # [2 WGS, 64, D]
     k: gl.shared_memory_descriptor  # [STAGES, 128, D]
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
@@ -205,10 +205,11 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
         hand_out(tile, turn, s)
         bh, first_row, lists, masked, masked_steps, steps = tile_of(tile, p)
         kv = kv_row(bh, p)
-        mbarrier.wait(s.q_empty.index(0), (turn & 1) ^ 1)
-        mbarrier.expect(s.q_full.index(0), p.WGS * ROWS * p.D)
+        full = s.q_full.index(turn & 1)
+        mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
-            load_box(q_boxes, [bh * p.q_len + first_row + w * ROWS, 0], s.q_full.index(0), s.q.index(w))
+            load_box(q_boxes, [bh * p.q_len + first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
         for step in range(masked_steps):
             a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, True)
             load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s)
@@ -460,8 +461,8 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
-        mbarrier.wait(s.q_full.index(0), turn & 1)
-        q = s.q.index(wg)
+        mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
+        q = s.q.index((turn & 1) * p.WGS + wg)
         for step in range(masked_steps):
             a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, True)
             acc, total, best = masked_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s)
@@ -470,7 +471,7 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
             acc, total, best, c = unmasked_steps(
                 acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, s.exact.index(wg), p, s
             )
-        mbarrier.arrive(s.q_empty.index(0), count=1)
+        mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
         tile = next_tile(turn, s)
@@ -513,12 +514,12 @@ def attend(
     ones.store(gl.full([8, UNIT], 1.0, gl.float32, flat).to(gl.float8e4nv))
     fence_async_shared()
     s = Shared(
-        gl.allocate_shared_memory(gl.int8, [WGS, ROWS, D], q_boxes.layout),
+        gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
         ones, gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(2, 1, 8, [1, 0])),
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(1, 1), barriers(1, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),
+        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),
         barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
     if WGS == 2:

@@ -127,7 +127,7 @@ def _plan(
 
 def _stages(size: Sizes, warpgroups: int) -> int:
     """K and V stages: as many as fit beside Q and the float32 sums, four at most."""
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (size.dp + 4 * size.dvp) + 4096
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + 4 * size.dvp) + 4096
     return min(4, (SHARED_BYTES - rest) // stage)
 
 
