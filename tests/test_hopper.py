@@ -72,7 +72,8 @@ def a_problem(rng: random.Random, dim: int) -> Inputs:
     q = torch.randn(rng.choice((1, 2)), kv_heads * group, q_len, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(q.shape[0], kv_heads, k_len, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     window = rng.choice((None, None, None, (rng.randint(0, 200), rng.randint(0, 200))))
-    inputs = problem(q, k, v, is_causal=rng.random() < 0.5, window=window)
+    valid = torch.rand(q.shape[0], k_len, device="cuda") < rng.choice((0.0, 0.5, 0.95)) if rng.random() < 0.2 else None
+    inputs = problem(q, k, v, is_causal=rng.random() < 0.5, window=window, key_valid=valid)
     return replace(inputs, needs_lse=rng.random() < 0.5)
 
 

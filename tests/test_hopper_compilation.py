@@ -20,12 +20,13 @@ from sparge.inputs import prepare_inputs
 ARCH = 90
 
 
-def compiled(monkeypatch, block: tuple[int, int], dim: int, is_causal: bool, needs_lse: bool) -> aot.Resources:
+def compiled(monkeypatch, block, dim: int, is_causal: bool, needs_lse: bool, padded: bool = False) -> aot.Resources:
     monkeypatch.setattr(launch, "capability", lambda device: ARCH)
     monkeypatch.setattr("sparge.backends.triton.launch.capability", lambda device: ARCH)
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     query, key, value = (torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16) for _ in range(3))
-    inputs = prepare_inputs(query, key, value, is_causal=is_causal, needs_lse=needs_lse)
+    padding = torch.ones(1, 1, 1, 1000, dtype=torch.bool) if padded else None
+    inputs = prepare_inputs(query, key, value, padding, is_causal=is_causal, needs_lse=needs_lse)
     config = SparseConfig(quantization="int8-fp8", block=block)
     backend, noted = launch.HopperBackend(), []
     with aot.recorded_launches(noted):
@@ -50,3 +51,7 @@ def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx
     assert not resources.serialized
+
+
+def test_the_kernel_compiles_with_padding(monkeypatch):
+    assert not compiled(monkeypatch, (128, 64), 128, False, False, padded=True).serialized

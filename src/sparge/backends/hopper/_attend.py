@@ -58,6 +58,7 @@ class Problem:
     TICKETS: gl.tensor
     Q_SCALE: gl.tensor
     K_SCALE: gl.tensor
+    VALID: gl.tensor
     D: gl.constexpr
     DVP: gl.constexpr
     WGS: gl.constexpr
@@ -65,20 +66,22 @@ class Problem:
     BK: gl.constexpr
     STAGES: gl.constexpr
     MASK_ALL: gl.constexpr
+    HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, WRITE_LSE,
+        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
         self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
-        self.Q_SCALE, self.K_SCALE = Q_SCALE, K_SCALE
+        self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
-        self.STAGES, self.MASK_ALL, self.WRITE_LSE = map(gl.constexpr, (STAGES, MASK_ALL, WRITE_LSE))
+        self.STAGES, self.MASK_ALL = map(gl.constexpr, (STAGES, MASK_ALL))
+        self.HAS_VALID, self.WRITE_LSE = map(gl.constexpr, (HAS_VALID, WRITE_LSE))
 
 
 @aggregate
@@ -260,13 +263,18 @@ def halves(scores):
 
 
 @gluon.jit
-def hidden_pairs(rows, key, real, p):
+def hidden_pairs(bh, rows, key, real, p):
     """bool [64, 64]: keys from `key` on that a row does not see."""
-    column = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES)), 0)
+    n = gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES))
+    column = gl.expand_dims(n, 0)
     offset = p.k_len - p.q_len
     high = gl.where(real, gl.minimum(rows + (offset + p.right), p.k_len - 1) - key, -1)
     low = rows + (offset - p.left) - key
-    return (column > gl.expand_dims(high, 1)) | (column < gl.expand_dims(low, 1))
+    hidden = (column > gl.expand_dims(high, 1)) | (column < gl.expand_dims(low, 1))
+    if p.HAS_VALID:
+        valid = p.VALID + (bh // p.heads).to(gl.int64) * p.k_len + key
+        hidden = hidden | gl.expand_dims(gl.load(valid + n, mask=key + n < p.k_len, other=0) == 0, 0)
+    return hidden
 
 
 @gluon.jit
@@ -344,7 +352,7 @@ def promoted(acc, best, base, exact, p):
 
 
 @gluon.jit
-def masked_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s):
+def masked_step(acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s):
     """Fold one step's 128 keys, some of them hidden from some rows, into the running (acc, total, best)."""
     stage = c % p.STAGES
     phase = (c // p.STAGES) & 1
@@ -353,8 +361,8 @@ def masked_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b
     mbarrier.wait(s.k_full.index(stage), phase)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     mbarrier.arrive(s.k_empty.index(stage), count=1)
-    a_hidden = hidden_pairs(rows, a_key, True, p)
-    b_hidden = hidden_pairs(rows, b_key, b_real, p)
+    a_hidden = hidden_pairs(bh, rows, a_key, True, p)
+    b_hidden = hidden_pairs(bh, rows, b_key, b_real, p)
     a = gl.where(a_hidden, float("-inf"), a)
     b = gl.where(b_hidden, float("-inf"), b)
     a_p, b_p, best, alpha = exponentials(a, b, a_factor, b_factor, best)
@@ -465,7 +473,9 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         q = s.q.index((turn & 1) * p.WGS + wg)
         for step in range(masked_steps):
             a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, True)
-            acc, total, best = masked_step(acc, total, best, q, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s)
+            acc, total, best = masked_step(
+                acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s
+            )
             c += 1
         if steps > masked_steps:
             acc, total, best, c = unmasked_steps(
@@ -499,15 +509,16 @@ LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "first_block", "k_blo
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
+    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
     heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, MASK_ALL: gl.constexpr, WRITE_LSE: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, WRITE_LSE,
+        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])

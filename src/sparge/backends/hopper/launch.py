@@ -52,8 +52,8 @@ class HopperBackend(TritonBackend):
             return "needs compute capability 9.0"
         if config.quantization not in ("auto", "int8-fp8"):
             return f"has int8-fp8 only, not {config.quantization}"
-        if inputs.packing is not None or inputs.visibility.key_valid is not None:
-            return "packed sequences and padding are for the portable kernels"
+        if inputs.packing is not None:
+            return "packed sequences are for the portable kernels"
         if config.pv_threshold is not None:
             return "the second stage is for the portable kernels"
         if not all(32 < x.shape[-1] <= 128 for x in (inputs.query, inputs.value)):
@@ -104,8 +104,9 @@ def _plan(
     registers, at_launch = REGISTERS[warpgroups]
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
-        "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.left < problem.k_len,
-        "WRITE_LSE": problem.needs_lse, "REGISTERS": registers, "num_warps": 4, "maxnreg": at_launch,
+        "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
+        "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "REGISTERS": registers,
+        "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
     parts = []
     for first in range(0, size.q_blocks, step):
@@ -148,6 +149,7 @@ def _boxes(x: Tensor, rows: int, columns: int) -> Any:
 
 def _attend(blocks: Blocks, mask: BlockMask) -> Output:
     inputs, copies, bits = blocks.inputs, blocks.quantized, mask.bits
+    valid = inputs.visibility.key_valid
     assert copies is not None
     assert copies.value_scale is not None
     q, output = inputs.query, inputs.empty_output()
@@ -167,7 +169,8 @@ def _attend(blocks: Blocks, mask: BlockMask) -> Output:
         listing = (bits, q, counts, lists)
         part.expand(listing, [x.data_ptr() for x in listing])
         tensors = (
-            counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale, copies.value_scale,
+            counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
+            q if valid is None else valid.contiguous().view(torch.int8), copies.value_scale,
             q if copies.lse_term is None else copies.lse_term, output, q if lse is None else lse,
         )  # fmt: skip
         part.attend((*boxes, *tensors), (*boxes, *(x.data_ptr() for x in tensors)))
