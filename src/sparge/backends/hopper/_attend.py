@@ -68,6 +68,7 @@ class Problem:
     MASK_ALL: gl.constexpr
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
+    OVERLAP: gl.constexpr  # three warpgroups with 128 channels each have no registers for it
 
     @gluon.constexpr_function
     def __init__(
@@ -82,6 +83,7 @@ class Problem:
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
         self.STAGES, self.MASK_ALL = map(gl.constexpr, (STAGES, MASK_ALL))
         self.HAS_VALID, self.WRITE_LSE = map(gl.constexpr, (HAS_VALID, WRITE_LSE))
+        self.OVERLAP = gl.constexpr(int(WGS) * int(DVP) < 384)
 
 
 @aggregate
@@ -310,20 +312,25 @@ def exponentials(a, b, a_factor, b_factor, best):
 
 
 @gluon.jit
-def start_values(acc, total, a_p, b_p, stage, p, s):
-    """acc + P V and the rows' sums, under way. Sums must not be rounded where a caller may combine results."""
+def start_values(acc, total, a_p, b_p, stage, p, s, FRESH: gl.constexpr):
+    """acc + P V and total + the rows' sums, under way; FRESH: from zero.
+
+    The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
+    """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     a8 = as_operand(a_p, gl.DotOperandLayout(0, VALUES, 4))
     b8 = as_operand(b_p, gl.DotOperandLayout(0, VALUES, 4))
-    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, use_acc=not FRESH, is_async=True)
     acc = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
     if p.WRITE_LSE:
-        total = total + lane_sum(a_p) + lane_sum(b_p)
+        total = lane_sum(a_p) + lane_sum(b_p) if FRESH else total + lane_sum(a_p) + lane_sum(b_p)
     else:
         SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
         ones = s.ones.permute((1, 0))
-        total = warpgroup_mma(gl.convert_layout(a8, SUMMED, assert_trivial=True), ones, total, is_async=True)
-        total = warpgroup_mma(gl.convert_layout(b8, SUMMED, assert_trivial=True), ones, total, is_async=True)
+        a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
+        b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
+        total = warpgroup_mma(a8, ones, total, use_acc=not FRESH, is_async=True)
+        total = warpgroup_mma(b8, ones, total, is_async=True)
     return acc, total
 
 
@@ -352,8 +359,11 @@ def promoted(acc, best, base, exact, p):
 
 
 @gluon.jit
-def masked_step(acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s):
-    """Fold one step's 128 keys, some of them hidden from some rows, into the running (acc, total, best)."""
+def fold_step(
+    acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, MASK: gl.constexpr
+):  # fmt: skip
+    """Fold one step's 128 keys into the running (acc, total, best), and wait for it."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     stage = c % p.STAGES
     phase = (c // p.STAGES) & 1
     a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
@@ -361,23 +371,28 @@ def masked_step(acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_ke
     mbarrier.wait(s.k_full.index(stage), phase)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     mbarrier.arrive(s.k_empty.index(stage), count=1)
-    a_hidden = hidden_pairs(bh, rows, a_key, True, p)
-    b_hidden = hidden_pairs(bh, rows, b_key, b_real, p)
-    a = gl.where(a_hidden, float("-inf"), a)
-    b = gl.where(b_hidden, float("-inf"), b)
+    if MASK:
+        a_hidden = hidden_pairs(bh, rows, a_key, True, p)
+        b_hidden = hidden_pairs(bh, rows, b_key, b_real, p)
+        a = gl.where(a_hidden, float("-inf"), a)
+        b = gl.where(b_hidden, float("-inf"), b)
     a_p, b_p, best, alpha = exponentials(a, b, a_factor, b_factor, best)
-    a_p = gl.where(a_hidden, 0.0, a_p)  # a row whose factor is zero has made NaN of what it does not see
-    b_p = gl.where(b_hidden, 0.0, b_p)
-    acc, total = shrunk(acc, total, alpha, p)
+    if MASK:  # a row whose factor is zero has made NaN of what it does not see
+        a_p = gl.where(a_hidden, 0.0, a_p)
+        b_p = gl.where(b_hidden, 0.0, b_p)
     mbarrier.wait(s.v_full.index(stage), phase)
-    acc, total = start_values(acc, total, a_p, b_p, stage, p, s)
-    acc, total = wait_values(acc, total, p)
+    nothing, none = gl.zeros([ROWS, p.DVP], gl.float32, VALUES), gl.zeros([ROWS, 8], gl.float32, LANES)
+    sums, row_sums = start_values(nothing, none, a_p, b_p, stage, p, s, True)
+    sums, row_sums = wait_values(sums, row_sums, p)
     mbarrier.arrive(s.v_empty.index(stage), count=1)
-    return acc, total, best
+    # The step's sum joins the float32 total in the operation that rescales it.
+    shrink = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    acc = gl.fma(acc, shrink + nothing, sums)
+    return acc, total * per_lane(alpha) + row_sums, best
 
 
 @gluon.jit
-def unmasked_steps(acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, exact, p, s):
+def overlapped_steps(acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, exact, p, s):
     """The steps that every row sees whole: the tensor core adds up one step's values under the next one's exponentials.
 
     It adds e4m3 products with few bits, so every PROMOTE steps its sums join float32 ones in shared memory.
@@ -406,7 +421,7 @@ def unmasked_steps(acc, total, best, q, q_scale, k_scales, lists, masked, masked
         mbarrier.wait(s.k_full.index(next_stage), ((c + 1) // p.STAGES) & 1)
         mbarrier.wait(s.v_full.index(stage), (c // p.STAGES) & 1)
         scores = start_scores(q, next_stage, s)
-        flying, flying_total = start_values(acc, total, a_p, b_p, stage, p, s)
+        flying, flying_total = start_values(acc, total, a_p, b_p, stage, p, s, False)
         a, b = halves(warpgroup_mma_wait(2 if p.WRITE_LSE else 4, deps=(scores,)))  # the values may be under way
         mbarrier.arrive(s.k_empty.index(next_stage), count=1)
         a_p, b_p, best_now, alpha = exponentials(a, b, a_factor, b_factor, best)
@@ -423,7 +438,7 @@ def unmasked_steps(acc, total, best, q, q_scale, k_scales, lists, masked, masked
         c += 1
     stage = c % p.STAGES
     mbarrier.wait(s.v_full.index(stage), (c // p.STAGES) & 1)
-    acc, total = start_values(acc, total, a_p, b_p, stage, p, s)
+    acc, total = start_values(acc, total, a_p, b_p, stage, p, s, False)
     acc, total = wait_values(acc, total, p)
     mbarrier.arrive(s.v_empty.index(stage), count=1)
     if many:
@@ -473,14 +488,23 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         q = s.q.index((turn & 1) * p.WGS + wg)
         for step in range(masked_steps):
             a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, True)
-            acc, total, best = masked_step(
-                acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s
+            acc, total, best = fold_step(
+                acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, True
             )
             c += 1
-        if steps > masked_steps:
-            acc, total, best, c = unmasked_steps(
-                acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, s.exact.index(wg), p, s
-            )
+        if p.OVERLAP:
+            if steps > masked_steps:
+                acc, total, best, c = overlapped_steps(
+                    acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c,
+                    s.exact.index(wg), p, s,
+                )  # fmt: skip
+        else:
+            for step in range(masked_steps, steps):
+                a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, False)
+                acc, total, best = fold_step(
+                    acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, False
+                )
+                c += 1
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
@@ -524,11 +548,13 @@ def attend(
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones.store(gl.full([8, UNIT], 1.0, gl.float32, flat).to(gl.float8e4nv))
     fence_async_shared()
+    exact_rows: gl.constexpr = ROWS if p.OVERLAP else 1
+    exact = gl.allocate_shared_memory(gl.float32, [WGS, exact_rows, DVP], gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
-        ones, gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(2, 1, 8, [1, 0])),
+        ones, exact,
         gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),
         barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
