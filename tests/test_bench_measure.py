@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sparge
 from sparge.backends.cpu.launch import CpuBackend
 from sparge.backends.gather import GatherBackend
+from sparge.bench import contenders, timing
 from sparge.bench import measure as measuring
-from sparge.bench import timing
 from sparge.bench.cases import Case
 from sparge.bench.check import MAX_RELATIVE_L1, bound, exact_samples, relative_l1
 from sparge.bench.contenders import CONTENDERS, Contender
@@ -234,3 +234,22 @@ def test_gpu_times_are_do_bench_medians_each_in_its_setting(monkeypatch: pytest.
     taken = timing.medians(actions, torch.device("cuda"))
     assert taken == {"a": 1.5, "b": "RuntimeError: out of memory"}
     assert entered == ["in", "a", "out"]
+
+
+def test_repeated_heads_for_a_contender_are_noted(monkeypatch) -> None:
+    """torch may refuse grouped heads to cuDNN: it then gets more memory to read, and the row says so."""
+    plain = contenders.scaled_dot_product_attention
+
+    def refusing(*args, enable_gqa: bool = False, **kwargs):
+        if enable_gqa:
+            raise RuntimeError("No available kernel.")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(contenders, "scaled_dot_product_attention", refusing)
+    cudnn = replace(CONTENDERS[0], missing=lambda device: None, setting=contenders.nullcontext)
+    monkeypatch.setattr(measuring, "CONTENDERS", (cudnn,))
+    for group in (1, 2):
+        row = measure(replace(SMALL, group=group), SETTINGS)
+        timing_of = next(t for t in row.timings if t.name == "cudnn")
+        assert timing_of.milliseconds is not None
+        assert ("repeated" in timing_of.note) == (group == 2)

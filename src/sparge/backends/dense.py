@@ -12,8 +12,9 @@ from sparge.config import SparseConfig
 from sparge.inputs import Inputs
 from sparge.stages import Blocks, Output
 
-# Operations of dense attention, per multiprocessor, from which a sparse call pays. Below, launching its kernels costs
-# the host more than dense attention takes; a graph under capture will not pay that.
+# Operations of dense attention, per multiprocessor, from which a sparse call is tried. Below, launching its kernels
+# takes the host about as long as dense attention takes, and only calls that skip much would gain; a graph under
+# capture will not pay for launches.
 WORTH_PREDICTING = 2.5e9
 WORTH_PREDICTING_CAPTURED = 1e9
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparge.bench.cases import Case
 from sparge.bench.check import Sample, bound, exact_samples, relative_l1
-from sparge.bench.contenders import CONTENDERS, Contender, base_name
+from sparge.bench.contenders import CONTENDERS, Contender, Noted, base_name
 from sparge.bench.problems import CannotRunError, Problem, Settings, make_problem
 from sparge.bench.results import FAILED, GRAPHED, MEASURED, NOT_RUN, OURS, WRONG, Row, Timing
 from sparge.bench.timing import Timed, extra_memory, medians, one_line
@@ -31,6 +31,7 @@ class Entrants:
 
     ready: dict[str, Timed] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
 
 
@@ -147,6 +148,8 @@ def _enter_contender(contender: Contender, problem: Problem, samples: list[Sampl
             entrants.refused[contender.name] = _explained(error, explained)
         else:
             entrants.ready[contender.name] = Timed(call, contender.setting)
+            if isinstance(call, Noted):
+                entrants.notes[contender.name] = call.note
 
 
 def _explained(error: Exception, warned: list[warnings.WarningMessage]) -> str:
@@ -180,5 +183,5 @@ def _timings(entrants: Entrants, taken: dict[str, float | str], base: str) -> tu
             timings.append(Timing(name, None, None, error, result))
         else:
             ratio = base_time / result if isinstance(base_time, float) else None
-            timings.append(Timing(name, result, ratio, error))
+            timings.append(Timing(name, result, ratio, error, note=entrants.notes.get(name, "")))
     return tuple(timings)

@@ -50,8 +50,7 @@ def table(results: Results) -> str:
         f"Ratios are {NAMES.get(base, 'the dense contender')}'s time, the base, over each one's. `sparge` is a whole "
         "call: checking the inputs, preparation, the default predictor and attention over the mask.",
     ]
-    if base == "cudnn" and any(row.case.group > 1 for row in results.rows):
-        parts.append("Where torch refuses grouped heads to cuDNN, it gets K and V repeated beforehand, not timed.")
+    parts += [f"{note} ({count}x)." for note, count in sorted(results.notes().items())]
     if results.interrupted:
         parts.append("The run was interrupted: these are the cases measured until then.")
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]

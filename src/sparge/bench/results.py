@@ -23,6 +23,7 @@ class Timing:
     ratio: float | None = None  # the base contender's time over this one
     relative_l1: float | None = None  # of its result, where it has one
     reason: str = ""
+    note: str = ""  # what was done for it outside its time
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ class Results:
         reasons = [f"{row.case.mask} case: {row.reason}" for row in self.rows if row.outcome == NOT_RUN]
         reasons += [f"{t.name}: {t.reason}" for row in self.rows for t in row.timings if t.reason]
         return Counter(reasons)
+
+    def notes(self) -> Counter[str]:
+        """What was done for contenders outside their time, and how often."""
+        return Counter(f"{t.name}: {t.note}" for row in self.rows for t in row.timings if t.note)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False)

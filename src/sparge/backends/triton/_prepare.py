@@ -13,17 +13,20 @@ heads pass 2^31 elements.
 import triton
 import triton.language as tl
 
+from sparge import quantization as fmt
+from sparge.backends.triton.sizes import SAMPLE_PARTS
+
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds half to even and leaves the integer in the low bits
-FP8_MAX = tl.constexpr(448.0)
+FP8_MAX = tl.constexpr(fmt.FP8_MAX)
 FP8_MAX_BITS = tl.constexpr(0x43E00000)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 ROWS = tl.constexpr(64)  # query rows of one step
-KEYS_PER_SCALE = tl.constexpr(64)
+KEYS_PER_SCALE = tl.constexpr(fmt.KEYS_PER_SCALE)
 PICKS = tl.constexpr(16)  # most sub-blocks in 64 rows, and the fewest rows a tensor core takes
-SAMPLED_TILES = tl.constexpr(32)  # fewest looked at, where there are that many
-PARTS = tl.constexpr(8)  # programs that share one head's sample; the last to arrive adds up their parts
-SAMPLE_ROOM = tl.constexpr(0.0625)  # what the sample holds comes to at most 32, of 448
-SMALLEST_SCALE = tl.constexpr(2.0**-126)
+SAMPLED_TILES = tl.constexpr(fmt.SAMPLED_TILES)
+PARTS = tl.constexpr(SAMPLE_PARTS)  # of one head's sample, a program each; the last to arrive adds them up
+SAMPLE_ROOM = tl.constexpr(fmt.SAMPLE_ROOM)
+SMALLEST_SCALE = tl.constexpr(fmt.SMALLEST_SCALE)
 SEQUENCE_TILE = tl.constexpr(128)  # packed key sequences start at multiples of this
 MATRIX = tl.constexpr(128)  # the largest rotation done as one product
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sparge.inputs import Signature
-from sparge.quantization import MIN_ROTATION
+from sparge.quantization import MIN_ROTATION, SAMPLE_TILE
 
 KEY_TILE = 128  # 8-bit copies of K and V are padded to it, and packed sequences start at its multiples
 MOST_STEPS = {"QUERIES": 8, "KEYS": 32, "VALUES": 4}  # blocks or key tiles one item of preparation goes through
@@ -100,10 +100,11 @@ def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype) -> dict
     """Keys finished at once, warps and pipeline stages of one kind of preparation."""
     if dtype == torch.float32 or widest > 128:
         stages = 1 if chip in SMALL_CHIPS or dtype == torch.float32 else 2
-        return {"TILE": 32 if kind == "REPAIR" else 64, "num_warps": 8, "num_stages": stages}
+        tile = {"SAMPLE": SAMPLE_TILE, "REPAIR": 32}.get(kind, 64)
+        return {"TILE": tile, "num_warps": 8, "num_stages": stages}
     warps = 4 if kind in ("SAMPLE", "VALUES") or (chip == 90 and kind != "REPAIR") else 8  # four would spill elsewhere
     stages = 3 if chip == 90 else 2
-    return {"TILE": 64, "num_warps": warps, "num_stages": stages}
+    return {"TILE": SAMPLE_TILE if kind == "SAMPLE" else 64, "num_warps": warps, "num_stages": stages}
 
 
 def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict[str, int]:
