@@ -33,8 +33,9 @@ class Resources:
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
 
-    def spills_in_loops(self, *instructions: str) -> int:
-        """Stores and loads of spilled registers in the innermost loops that hold all these machine instructions."""
+    def spills_in_loops(self, *instructions: str) -> list[int]:
+        """Stores and loads of spilled registers in each innermost loop that holds all these machine instructions, the
+        shortest loop first."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
@@ -46,8 +47,8 @@ class Resources:
         loops = [(label[end[1]], at) for at, end in ends if end and label.get(end[1], at) < at]
         holding = [loop for loop in loops if all(any(i in x for x in lines[slice(*loop)]) for i in instructions)]
         innermost = [a for a in holding if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in holding)]
-        assert innermost
-        return sum(bool(re.search(r"\b(STL|LDL)\b", x)) for loop in innermost for x in lines[slice(*loop)])
+        innermost.sort(key=lambda loop: loop[1] - loop[0])
+        return [sum(bool(re.search(r"\b(STL|LDL)\b", x)) for x in lines[slice(*loop)]) for loop in innermost]
 
 
 def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[str, object], arch: int) -> Resources:

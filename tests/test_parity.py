@@ -22,12 +22,13 @@ from sparge.stages import Blocks, Output
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {"dense": 0, "cpu": 320, "torch": 60, "triton": 16 if INTERPRETED else 400}
+CASES = {"dense": 0, "cpu": 320, "torch": 60, "triton": 16 if INTERPRETED else 400, "hopper": 0}
 QUANTIZED_CASES = {"int8": 6 if INTERPRETED else 250, "int8-fp8": 6 if INTERPRETED else 400}
 OTHERWISE = 100
 FLAVOURS = 200
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = tuple((rows, keys) for rows in BLOCK_ROWS for keys in BLOCK_KEYS)
+HOPPER_BLOCKS = ((192, 64), (128, 64), (256, 64), (128, 128))
 DIMS = (16, 17, 31, 33, 48, 64, 80, 96, 127, 128, 191, 256)
 MAX_ERROR, RMS_ERROR, LSE_ERROR = 4e-5, 2e-6, 3e-5  # beside the rounding of the output's dtype
 # Relative L1, and the worst error beside the largest value. int8: roundings that fall the other way. e4m3: besides, P
@@ -69,7 +70,18 @@ def kernels() -> list[Kernel]:
     return chosen
 
 
-KERNELS = kernels()
+def hopper_kernels() -> list[Kernel]:
+    rng = random.Random(90)
+    chosen = []
+    for n in range(16):
+        dim = rng.choice((64, 128, rng.randint(33, 128)))
+        v_dim = rng.choice((dim, dim, rng.randint(33, 128)))
+        chosen.append(Kernel(dim, v_dim, HOPPER_BLOCKS[n % len(HOPPER_BLOCKS)], DTYPES[1 + n // 4 % 2], False))
+    return chosen
+
+
+KERNELS = {"hopper": hopper_kernels()}
+ANY_KERNEL = kernels()
 
 
 def a_length(rng: random.Random) -> int:
@@ -125,9 +137,10 @@ def a_mask(rng: random.Random, inputs: Inputs, config: SparseConfig) -> BlockMas
     return BlockMask.from_dense(kept, q_len, k_len, config.block)
 
 
-def a_case(seed: int) -> Case:
+def a_case(seed: int, backend: str = "") -> Case:
     rng, flavour = random.Random(seed), random.Random(seed % FLAVOURS)
-    kernel = KERNELS[seed % len(KERNELS)]
+    choice = KERNELS.get(backend, ANY_KERNEL)
+    kernel = choice[seed % len(choice)]
     batch, kv_heads, group = rng.randint(1, 2), rng.randint(1, 2), rng.choice((1, 1, 2, 3))
     q_len, k_len = a_length(rng), a_length(rng)
     if rng.random() < 0.4:
@@ -259,7 +272,7 @@ def test_backend_equals_oracle(backend, seed, poisoned):
 
 
 def quantized_equals_oracle(backend: str, seed: int, quantization: str) -> None:
-    case = a_case(seed)
+    case = a_case(seed, backend)
     case = replace(case, config=replace(case.config, quantization=quantization))
     blocks = summarized(backend, case, f"{backend}, {quantization}")
     mask = replace(case.mask, bits=case.mask.bits.to(blocks.inputs.query.device))
@@ -289,7 +302,7 @@ def test_int8_backend_equals_oracle(backend, seed, poisoned):
     quantized_equals_oracle(backend, seed, "int8")
 
 
-@each_case({"triton": QUANTIZED_CASES["int8-fp8"]}, 0)
+@each_case({"triton": QUANTIZED_CASES["int8-fp8"], "hopper": 200}, 0)
 def test_fp8_backend_equals_oracle(backend, seed, poisoned):
     quantized_equals_oracle(backend, seed, "int8-fp8")
 

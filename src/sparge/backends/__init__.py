@@ -66,12 +66,13 @@ class ReferenceBackend:
 # Best first. The dense one stands before the sparse kernels because it takes only what they cannot speed up.
 BACKENDS: tuple[Backend, ...] = (
     DenseBackend(),
-    HopperBackend(),
     TritonBackend(),
     CpuBackend(),
     GatherBackend(),
     ReferenceBackend(),
 )
+# Built, tested and measured by name, never chosen: its fuzz test has not passed on a GPU yet (docs/log.md).
+UNPROVEN: tuple[Backend, ...] = (HopperBackend(),)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ takes 128 keys: two 64-key blocks of the tile's list, or one of 128. Lists desce
 or the end come first: one loop masks, the other does not. Programs stay on their multiprocessor and draw tiles by
 ticket, so that rows with much work and rows with little even out.
 
-The softmax lives in base 2, with every scale folded into the exponent's argument. Scores start at the bit pattern of
-1.5 * 2^23, so that the integer sums come out as floats (see the portable kernel); rows are summed by the tensor core,
-by a product with ones, which is also what rounded probabilities should be divided by.
+The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
+where best is the row's largest score so far, rounded up: it seldom moves, and sums shrink only when it does, by powers
+of two. Rows are summed by the tensor core, by a product with ones: what rounded probabilities should be divided by. The
+tensor core adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
 """
 
 from triton.experimental import gluon
@@ -25,11 +26,10 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 
 ROWS = gl.constexpr(64)  # of one warpgroup
 UNIT = gl.constexpr(64)  # keys that share a scale
-MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23
-MAGIC_BITS = gl.constexpr(0x4B400000)
 P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
+HIDDEN = gl.constexpr(-0x7FFFFF00)  # below every sum of products
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
-PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
+PROMOTE = gl.constexpr(8)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 HALF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -68,7 +68,6 @@ class Problem:
     MASK_ALL: gl.constexpr
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
-    OVERLAP: gl.constexpr  # three warpgroups with 128 channels each have no registers for it
 
     @gluon.constexpr_function
     def __init__(
@@ -83,7 +82,6 @@ class Problem:
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
         self.STAGES, self.MASK_ALL = map(gl.constexpr, (STAGES, MASK_ALL))
         self.HAS_VALID, self.WRITE_LSE = map(gl.constexpr, (HAS_VALID, WRITE_LSE))
-        self.OVERLAP = gl.constexpr(int(WGS) * int(DVP) < 384)
 
 
 @aggregate
@@ -96,23 +94,21 @@ class Shared:
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]
     ticket: gl.shared_memory_descriptor  # [2, 32]
+    slots: gl.shared_memory_descriptor  # [2, 32]: 0, 1
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
     ticket_full: gl.shared_memory_descriptor
     ticket_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ones, exact, ticket,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty,
+        self, q, k, v, ones, exact, ticket, slots,
+        q_full, q_empty, full, empty, ticket_full, ticket_empty,
     ):  # fmt: skip
-        self.q, self.k, self.v, self.ones, self.exact, self.ticket = q, k, v, ones, exact, ticket
-        self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
-        self.v_full, self.v_empty = v_full, v_empty
+        self.q, self.k, self.v, self.ones, self.exact, self.ticket, self.slots = q, k, v, ones, exact, ticket, slots
+        self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
         self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
 
 
@@ -124,15 +120,32 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@aggregate
+class Tile:
+    """Rows that share a list, and the steps that it takes. The first `masked` entries go the slower way."""
+
+    bh: gl.tensor
+    kv: gl.tensor  # which key/value head is read
+    first_row: gl.tensor
+    lists: gl.tensor
+    masked: gl.tensor
+    masked_steps: gl.tensor
+    steps: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, bh, kv, first_row, lists, masked, masked_steps, steps):
+        self.bh, self.kv, self.first_row, self.lists = bh, kv, first_row, lists
+        self.masked, self.masked_steps, self.steps = masked, masked_steps, steps
+
+
 @gluon.jit
-def tile_of(tile, p):
-    """Head, first row, list; how many entries go the masked way, and how many steps of either kind there are."""
+def tile_of(ticket, p):
     PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
     PER_STEP: gl.constexpr = 128 // p.BK
     LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # entries that may cut the diagonal or the end
     per_head = p.q_blocks * PER_BLOCK
-    bh = tile // per_head
-    inside = per_head - 1 - tile % per_head  # heavy causal rows first
+    bh = ticket // per_head
+    inside = per_head - 1 - ticket % per_head  # heavy causal rows first
     slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
     first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
     count = gl.load(p.COUNTS + slot)
@@ -146,30 +159,25 @@ def tile_of(tile, p):
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
         masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    return bh, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP
+    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
+    return Tile(bh, kv, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
 
 @gluon.jit
-def kv_row(bh, p):
-    """Which key/value head a query head reads."""
-    return (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
-
-
-@gluon.jit
-def keys_of(lists, step, masked, masked_steps, BK: gl.constexpr, MASK: gl.constexpr):
+def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
     """Where a step's two units of 64 keys begin; the second of an odd masked list repeats the first: not real."""
     real = step >= 0
     if BK == 128:
-        first = gl.load(lists + step) * BK
+        first = gl.load(t.lists + step) * BK
         second = first + UNIT
     elif MASK:
-        real = 2 * step + 1 < masked
-        first = gl.load(lists + 2 * step) * BK
-        second = gl.load(lists + gl.minimum(2 * step + 1, masked - 1)) * BK
+        real = 2 * step + 1 < t.masked
+        first = gl.load(t.lists + 2 * step) * BK
+        second = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
     else:
-        lists += masked + 2 * (step - masked_steps)
-        first = gl.load(lists) * BK
-        second = gl.load(lists + 1) * BK
+        pair = t.lists + t.masked + 2 * (step - t.masked_steps)
+        first = gl.load(pair) * BK
+        second = gl.load(pair + 1) * BK
     return first, second, real
 
 
@@ -189,14 +197,11 @@ def load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s):
     """K and V of two units of 64 keys, into a stage that every consumer has left."""
     stage = c % p.STAGES
     phase = (c // p.STAGES) & 1
-    full = s.k_full.index(stage)
-    mbarrier.wait(s.k_empty.index(stage), phase ^ 1)
-    mbarrier.expect(full, 2 * UNIT * p.D)
+    full = s.full.index(stage)
+    mbarrier.wait(s.empty.index(stage), phase ^ 1)
+    mbarrier.expect(full, 2 * UNIT * (p.D + p.DVP))
     load_box(k_boxes, [kv * p.padded + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
     load_box(k_boxes, [kv * p.padded + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
-    full = s.v_full.index(stage)
-    mbarrier.wait(s.v_empty.index(stage), phase ^ 1)
-    mbarrier.expect(full, 2 * UNIT * p.DVP)
     load_box(v_boxes, [kv * p.DVP, a_key], full, s.v.index(2 * stage))
     load_box(v_boxes, [kv * p.DVP, b_key], full, s.v.index(2 * stage + 1))
 
@@ -208,20 +213,19 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
     tile = gl.program_id(0)
     while tile < p.tiles:
         hand_out(tile, turn, s)
-        bh, first_row, lists, masked, masked_steps, steps = tile_of(tile, p)
-        kv = kv_row(bh, p)
+        t = tile_of(tile, p)
         full = s.q_full.index(turn & 1)
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
-            load_box(q_boxes, [bh * p.q_len + first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
-        for step in range(masked_steps):
-            a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, True)
-            load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s)
+            load_box(q_boxes, [t.bh * p.q_len + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
+        for step in range(t.masked_steps):
+            a_key, b_key, _ = keys_of(t, step, p.BK, True)
+            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
             c += 1
-        for step in range(masked_steps, steps):
-            a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, False)
-            load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s)
+        for step in range(t.masked_steps, t.steps):
+            a_key, b_key, _ = keys_of(t, step, p.BK, False)
+            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
             c += 1
         turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
@@ -240,6 +244,12 @@ def next_tile(turn, s):
 
 
 @gluon.jit
+def by_way_of_memory(slot, s):
+    """slot, but the compiler cannot know."""
+    return gl.max(s.slots.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def per_lane(x):
     """A number per row, where LANES holds it."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
@@ -247,8 +257,8 @@ def per_lane(x):
 
 @gluon.jit
 def lane_max(x):
-    """The largest a thread holds of each row, [64, 8]: nothing is exchanged."""
-    return gl.convert_layout(gl.max(x.reshape([ROWS, UNIT // 8, 8]), 1), LANES, assert_trivial=True)
+    """The largest integer a thread holds of each row, [64, 8]: nothing is exchanged, and three compare at once."""
+    return gl.convert_layout(gl.max(x.reshape([ROWS, UNIT // 8, 8]), 1), LANES, assert_trivial=True).to(gl.float32)
 
 
 @gluon.jit
@@ -258,8 +268,8 @@ def lane_sum(x):
 
 @gluon.jit
 def halves(scores):
-    """The two units of 64 keys, as floats; registers are renamed, nothing moves."""
-    a, b = scores.to(gl.float32, bitcast=True).reshape([ROWS, 2, UNIT]).permute([0, 2, 1]).split()
+    """The two units of 64 keys; registers are renamed, nothing moves."""
+    a, b = scores.reshape([ROWS, 2, UNIT]).permute([0, 2, 1]).split()
     a = gl.convert_layout(a, HALF_SCORES, assert_trivial=True)
     return a, gl.convert_layout(b, HALF_SCORES, assert_trivial=True)
 
@@ -271,8 +281,9 @@ def hidden_pairs(bh, rows, key, real, p):
     column = gl.expand_dims(n, 0)
     offset = p.k_len - p.q_len
     high = gl.where(real, gl.minimum(rows + (offset + p.right), p.k_len - 1) - key, -1)
-    low = rows + (offset - p.left) - key
-    hidden = (column > gl.expand_dims(high, 1)) | (column < gl.expand_dims(low, 1))
+    hidden = column > gl.expand_dims(high, 1)
+    if p.MASK_ALL:
+        hidden = hidden | (column < gl.expand_dims(rows + (offset - p.left) - key, 1))
     if p.HAS_VALID:
         valid = p.VALID + (bh // p.heads).to(gl.int64) * p.k_len + key
         hidden = hidden | gl.expand_dims(gl.load(valid + n, mask=key + n < p.k_len, other=0) == 0, 0)
@@ -281,10 +292,9 @@ def hidden_pairs(bh, rows, key, real, p):
 
 @gluon.jit
 def probabilities(raw, factor, shift):
-    """2^(score - shift) from raw sums, row by row, in one fused operation and the exponential."""
+    """2^(score - shift) from sums of products, row by row."""
     zeros = gl.zeros([ROWS, UNIT], gl.float32, HALF_SCORES)
-    bias = -shift - MAGIC * factor
-    return gl.exp2(gl.fma(raw, gl.expand_dims(factor, 1) + zeros, gl.expand_dims(bias, 1) + zeros))
+    return gl.exp2(gl.fma(raw.to(gl.float32), gl.expand_dims(factor, 1) + zeros, gl.expand_dims(-shift, 1) + zeros))
 
 
 @gluon.jit
@@ -297,41 +307,74 @@ def as_operand(x, LAYOUT: gl.constexpr):
 @gluon.jit
 def start_scores(q, stage, s):
     """Raw scores of a stage's 128 keys, under way."""
-    start = gl.full([ROWS, 2 * UNIT], MAGIC_BITS, gl.int32, SCORES)
-    return warpgroup_mma(q, s.k.index(stage).permute((1, 0)), start, is_async=True)
+    nothing = gl.zeros([ROWS, 2 * UNIT], gl.int32, SCORES)
+    return warpgroup_mma(q, s.k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def exponentials(a, b, a_factor, b_factor, best):
     """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
-    top = gl.maximum((lane_max(a) - MAGIC) * per_lane(a_factor), (lane_max(b) - MAGIC) * per_lane(b_factor))
-    best_now = gl.maximum(best, gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True))
+    top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
+    top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
+    best_now = gl.maximum(best, gl.ceil(top))
     a_p = probabilities(a, a_factor, best_now - P_SHIFT)
     b_p = probabilities(b, b_factor, best_now - P_SHIFT)
     return a_p, b_p, best_now, gl.exp2(best - best_now)
 
 
+@gluon.constexpr_function
+def shrink_code(count):
+    """PTX: one thread's `count` sums times the factors of its two rows, skipped where no row of the warp shrinks."""
+    first, second = f"${2 * count}", f"${2 * count + 2}"
+    code = "{ .reg .pred some, other; "
+    code += (
+        f"setp.neu.f32 some, {first}, 0f3F800000; setp.neu.f32 other, {second}, 0f3F800000; or.pred some, some, other; "
+    )
+    code += "vote.sync.any.pred some, some, -1; @!some bra.uni DONE; "
+    for i in range(count):
+        code += f"mul.f32 ${i}, ${i}, {second if i % 4 > 1 else first}; "
+    return code + "DONE: }"
+
+
+@gluon.constexpr_function
+def shrink_operands(count):
+    """What is multiplied stays in its registers; the factor is given once per sum."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
 @gluon.jit
-def start_values(acc, total, a_p, b_p, stage, p, s, FRESH: gl.constexpr):
-    """acc + P V and total + the rows' sums, under way; FRESH: from zero.
+def shrunk(acc, total, alpha, p):
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    COUNT: gl.constexpr = p.DVP // 2
+    alpha_v = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    alpha_v, acc = gl.broadcast(alpha_v, acc)
+    acc = gl.inline_asm_elementwise(
+        shrink_code(COUNT), shrink_operands(COUNT), [acc, alpha_v], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
+    return acc, total * per_lane(alpha)
+
+
+@gluon.jit
+def start_values(acc, a_p, b_p, stage, p, s):
+    """acc + P V and total + the rows' sums, under way.
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     a8 = as_operand(a_p, gl.DotOperandLayout(0, VALUES, 4))
     b8 = as_operand(b_p, gl.DotOperandLayout(0, VALUES, 4))
-    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, use_acc=not FRESH, is_async=True)
+    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
     if p.WRITE_LSE:
-        total = lane_sum(a_p) + lane_sum(b_p) if FRESH else total + lane_sum(a_p) + lane_sum(b_p)
+        sums = lane_sum(a_p) + lane_sum(b_p)
     else:
         SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
         ones = s.ones.permute((1, 0))
         a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
         b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
-        total = warpgroup_mma(a8, ones, total, use_acc=not FRESH, is_async=True)
-        total = warpgroup_mma(b8, ones, total, is_async=True)
-    return acc, total
+        sums = warpgroup_mma(a8, ones, gl.zeros([ROWS, 8], gl.float32, LANES), use_acc=False, is_async=True)
+        sums = warpgroup_mma(b8, ones, sums, is_async=True)
+    return acc, sums
 
 
 @gluon.jit
@@ -344,119 +387,108 @@ def wait_values(acc, total, p):
 
 
 @gluon.jit
-def shrunk(acc, total, alpha, p):
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    alpha_v = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    return acc * alpha_v, total * per_lane(alpha)
-
-
-@gluon.jit
 def promoted(acc, best, base, exact, p):
     """The float32 sums so far, relative to `base`, and the tensor core's since then, together."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    beta = gl.convert_layout(gl.exp2(base - best), gl.SliceLayout(1, VALUES), assert_trivial=True)
-    return gl.fma(exact.load(VALUES), gl.expand_dims(beta, 1) + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
+    beta = gl.exp2(base - best)
+    beta_v = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    return gl.fma(exact.load(VALUES), beta_v + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
 
 
 @gluon.jit
 def fold_step(
-    acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, MASK: gl.constexpr
-):  # fmt: skip
-    """Fold one step's 128 keys into the running (acc, total, best), and wait for it."""
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    acc, total, best, q, rows, q_scale, a_scale, b_scale, c, bh, a_key, b_key, b_real, p, s, MASK: gl.constexpr
+):
+    """Fold the program's c-th step, 128 keys, into (acc, total, best), and wait for it."""
     stage = c % p.STAGES
-    phase = (c // p.STAGES) & 1
-    a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
-    b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
-    mbarrier.wait(s.k_full.index(stage), phase)
+    mbarrier.wait(s.full.index(stage), (c // p.STAGES) & 1)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
-    mbarrier.arrive(s.k_empty.index(stage), count=1)
     if MASK:
         a_hidden = hidden_pairs(bh, rows, a_key, True, p)
         b_hidden = hidden_pairs(bh, rows, b_key, b_real, p)
-        a = gl.where(a_hidden, float("-inf"), a)
-        b = gl.where(b_hidden, float("-inf"), b)
-    a_p, b_p, best, alpha = exponentials(a, b, a_factor, b_factor, best)
-    if MASK:  # a row whose factor is zero has made NaN of what it does not see
+        a = gl.where(a_hidden, HIDDEN, a)
+        b = gl.where(b_hidden, HIDDEN, b)
+    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * a_scale, q_scale * b_scale, best)
+    if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
         a_p = gl.where(a_hidden, 0.0, a_p)
         b_p = gl.where(b_hidden, 0.0, b_p)
-    mbarrier.wait(s.v_full.index(stage), phase)
-    nothing, none = gl.zeros([ROWS, p.DVP], gl.float32, VALUES), gl.zeros([ROWS, 8], gl.float32, LANES)
-    sums, row_sums = start_values(nothing, none, a_p, b_p, stage, p, s, True)
-    sums, row_sums = wait_values(sums, row_sums, p)
-    mbarrier.arrive(s.v_empty.index(stage), count=1)
-    # The step's sum joins the float32 total in the operation that rescales it.
-    shrink = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    acc = gl.fma(acc, shrink + nothing, sums)
-    return acc, total * per_lane(alpha) + row_sums, best
+    acc, total = shrunk(acc, total, alpha, p)
+    acc, sums = start_values(acc, a_p, b_p, stage, p, s)
+    acc, sums = wait_values(acc, sums, p)
+    mbarrier.arrive(s.empty.index(stage), count=1)
+    return acc, total + sums, best_now
 
 
 @gluon.jit
-def overlapped_steps(acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c, exact, p, s):
-    """The steps that every row sees whole: the tensor core adds up one step's values under the next one's exponentials.
+def scales_of(t, step, p, MASK: gl.constexpr):
+    """Where a step's two units begin, whether the second is real, and their scales."""
+    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
+    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
+    return a_key, b_key, b_real, gl.load(scales + a_key // UNIT), gl.load(scales + b_key // UNIT)
 
-    It adds e4m3 products with few bits, so every PROMOTE steps its sums join float32 ones in shared memory.
+
+@gluon.jit
+def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exact, p, s, MASK: gl.constexpr):
+    """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
+
+    What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    stage = c % p.STAGES
-    a_key, b_key, _ = keys_of(lists, masked_steps, masked, masked_steps, p.BK, False)
-    a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
-    b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
-    mbarrier.wait(s.k_full.index(stage), (c // p.STAGES) & 1)
-    a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
-    mbarrier.arrive(s.k_empty.index(stage), count=1)
-    a_p, b_p, best, alpha = exponentials(a, b, a_factor, b_factor, best)
-    acc, total = shrunk(acc, total, alpha, p)
-    base = best
-    many = steps - masked_steps > PROMOTE
-    if many:
-        exact.store(gl.zeros([ROWS, p.DVP], gl.float32, VALUES))
-    since = 1
-    for step in range(masked_steps + 1, steps):
-        a_key, b_key, _ = keys_of(lists, step, masked, masked_steps, p.BK, False)
-        a_factor = q_scale * gl.load(k_scales + a_key // UNIT)
-        b_factor = q_scale * gl.load(k_scales + b_key // UNIT)
-        stage = c % p.STAGES
-        next_stage = (c + 1) % p.STAGES
-        mbarrier.wait(s.k_full.index(next_stage), ((c + 1) // p.STAGES) & 1)
-        mbarrier.wait(s.v_full.index(stage), (c // p.STAGES) & 1)
-        scores = start_scores(q, next_stage, s)
-        flying, flying_total = start_values(acc, total, a_p, b_p, stage, p, s, False)
-        a, b = halves(warpgroup_mma_wait(2 if p.WRITE_LSE else 4, deps=(scores,)))  # the values may be under way
-        mbarrier.arrive(s.k_empty.index(next_stage), count=1)
-        a_p, b_p, best_now, alpha = exponentials(a, b, a_factor, b_factor, best)
-        acc, total = wait_values(flying, flying_total, p)
-        mbarrier.arrive(s.v_empty.index(stage), count=1)
-        if since == PROMOTE:
-            exact.store(promoted(acc, best, base, exact, p))
+    a_scale, b_scale = gl.to_tensor(0.0), gl.to_tensor(0.0)
+    if not MASK:
+        if first < last:
+            _, _, _, a_scale, b_scale = scales_of(t, first, p, MASK)
+    begin = first
+    while begin < last:
+        end = gl.minimum(begin + PROMOTE, last)
+        for step in range(begin, end):
+            if MASK:
+                a_key, b_key, b_real, a_scale, b_scale = scales_of(t, step, p, MASK)
+                acc, total, best = fold_step(
+                    acc,
+                    total,
+                    best,
+                    q,
+                    rows,
+                    q_scale,
+                    a_scale,
+                    b_scale,
+                    c + step,
+                    t.bh,
+                    a_key,
+                    b_key,
+                    b_real,
+                    p,
+                    s,
+                    MASK,
+                )
+            else:  # the next step's scales are on their way
+                a_key, b_key, _, a_next, b_next = scales_of(t, gl.minimum(step + 1, last - 1), p, MASK)
+                acc, total, best = fold_step(
+                    acc, total, best, q, rows, q_scale, a_scale, b_scale, c + step, t.bh, a_key, b_key, True, p, s, MASK
+                )
+                a_scale, b_scale = a_next, b_next
+        if begin > 0:
+            acc = promoted(acc, best, base, exact, p)
+        if end < t.steps:
+            exact.store(acc)
             acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
             base = best
-            since = 0
-        acc, total = shrunk(acc, total, alpha, p)
-        best = best_now
-        since += 1
-        c += 1
-    stage = c % p.STAGES
-    mbarrier.wait(s.v_full.index(stage), (c // p.STAGES) & 1)
-    acc, total = start_values(acc, total, a_p, b_p, stage, p, s, False)
-    acc, total = wait_values(acc, total, p)
-    mbarrier.arrive(s.v_empty.index(stage), count=1)
-    if many:
-        acc = promoted(acc, best, base, exact, p)
-    return acc, total, best, c + 1
+        begin = end
+    return acc, total, best, base
 
 
 @gluon.jit
-def store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+def store_rows(acc, total, best, t, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
     row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
     inverse = gl.where(row_total == 0, 0.0, 1.0 / row_total)  # a row that sees nothing gives 0; NaN stays NaN
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, VALUES))
-    v_scale = gl.load(V_SCALE + kv_row(bh, p) * DV + dv, mask=dv < DV, other=0.0)
+    v_scale = gl.load(V_SCALE + t.kv * DV + dv, mask=dv < DV, other=0.0)
     out = acc * inverse * gl.expand_dims(v_scale, 0)
-    wide = bh.to(gl.int64)
+    wide = t.bh.to(gl.int64)
     at = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     target = OUT + (wide // p.heads) * o_batch + (wide % p.heads) * o_head + at.to(gl.int64) * o_row
     there = (at < p.q_len) & gl.expand_dims(dv < DV, 0)
@@ -476,37 +508,28 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
     turn = 0
     tile = next_tile(turn, s)
     while tile >= 0:
-        bh, first_row, lists, masked, masked_steps, steps = tile_of(tile, p)
-        k_scales = p.K_SCALE + kv_row(bh, p) * (p.padded // UNIT)
-        rows = first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
-        q_scales = p.Q_SCALE + bh.to(gl.int64) * p.q_len
+        t = tile_of(tile, p)
+        rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
+        q_scales = p.Q_SCALE + t.bh.to(gl.int64) * p.q_len
         q_scale = gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0) * p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
+        exact = s.exact.index(wg)
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg)
-        for step in range(masked_steps):
-            a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, True)
-            acc, total, best = fold_step(
-                acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, True
+        acc, total, best, base = fold_steps(
+            acc, total, best, best, q, rows, q_scale, t, 0, t.masked_steps, c, exact, p, s, True
+        )
+        if not p.MASK_ALL:
+            # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
+            q = s.q.index(by_way_of_memory(turn & 1, s) * p.WGS + wg)
+            acc, total, best, base = fold_steps(
+                acc, total, best, base, q, rows, q_scale, t, t.masked_steps, t.steps, c, exact, p, s, False
             )
-            c += 1
-        if p.OVERLAP:
-            if steps > masked_steps:
-                acc, total, best, c = overlapped_steps(
-                    acc, total, best, q, q_scale, k_scales, lists, masked, masked_steps, steps, c,
-                    s.exact.index(wg), p, s,
-                )  # fmt: skip
-        else:
-            for step in range(masked_steps, steps):
-                a_key, b_key, b_real = keys_of(lists, step, masked, masked_steps, p.BK, False)
-                acc, total, best = fold_step(
-                    acc, total, best, q, bh, rows, q_scale, k_scales, c, a_key, b_key, b_real, p, s, False
-                )
-                c += 1
+        c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, bh, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        store_rows(acc, total, best, t, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
         tile = next_tile(turn, s)
 
@@ -546,19 +569,21 @@ def attend(
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    ones.store(gl.full([8, UNIT], 1.0, gl.float32, flat).to(gl.float8e4nv))
-    fence_async_shared()
-    exact_rows: gl.constexpr = ROWS if p.OVERLAP else 1
-    exact = gl.allocate_shared_memory(gl.float32, [WGS, exact_rows, DVP], gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
+    # as bits: ptxas 12.8 packs a converted constant wrongly
+    ones.store(gl.full([8, UNIT], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
+    slots = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for i in gl.static_range(2):
+        slots.index(i).store(gl.full([32], i, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    exact = gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
         ones, exact,
-        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),
-        barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
+        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
+        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
+    fence_async_shared()
     if WGS == 2:
         gl.warp_specialize([
             (first_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),

@@ -128,8 +128,7 @@ def _plan(
 
 def _stages(size: Sizes, warpgroups: int) -> int:
     """K and V stages: as many as fit beside two tiles of Q and the float32 sums, four at most."""
-    sums = 4 * size.dvp if warpgroups * size.dvp < 384 else 0
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + sums) + 8192
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + 4 * size.dvp) + 8192
     return min(4, (SHARED_BYTES - rest) // stage)
 
 
