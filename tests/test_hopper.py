@@ -57,15 +57,15 @@ def block_lists(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
     return kept
 
 
-def assert_same_rows(got: Tensor, want: Tensor, same_sums: bool) -> None:
+def assert_same_rows(got: Tensor, want: Tensor) -> None:
     """Row by row, so that no row hides behind the others.
 
-    Both round probabilities to three bits. A row that sees one key errs by up to 1/16 where one of the two divides by
-    the sum of rounded probabilities (2.2 % on average), and by twice that where a rounding falls the other way.
+    Both round probabilities to three bits, relative to different numbers. A row that sees one key errs by up to 1/16
+    besides where one of the two divides by the sum of rounded probabilities, by 2.2 % on average.
     """
     error, size = ((x.abs().sum(-1)) for x in (got - want, want))
     assert (error <= 0.25 * size).all()  # NaN fails, and so does anything but 0 where 0 is right
-    assert error.sum() <= (0.02 if same_sums else 0.05) * size.sum()
+    assert error.sum() <= 0.05 * size.sum()
 
 
 def a_problem(rng: random.Random, dim: int) -> Inputs:
@@ -97,7 +97,7 @@ def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, watchdo
         for _ in range(20):
             mask = BlockMask.from_dense(block_lists(rng, shape).cuda(), q_len, k_len, block)
             got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
-            assert_same_rows(got.values.float(), want.values.float(), inputs.needs_lse)
+            assert_same_rows(got.values.float(), want.values.float())
             if inputs.needs_lse:
                 seen = want.lse > -torch.inf
                 assert torch.equal(got.lse > -torch.inf, seen)

@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from problems import BY_NAME, INTERPRETED, each_backend, on_its_device, problem, randn, relative_l1, run, tensors
+from problems import (
+    BY_NAME,
+    INTERPRETED,
+    each_backend,
+    hopper_slack,
+    on_its_device,
+    problem,
+    randn,
+    relative_l1,
+    run,
+    tensors,
+)
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, backends, reference, varlen_attention
@@ -271,7 +282,8 @@ def test_backend_equals_oracle(backend, seed, poisoned):
     assert_same_lse(got.lse[same], want.lse[same])
 
 
-def quantized_equals_oracle(backend: str, seed: int, quantization: str) -> None:
+def quantized_equals_oracle(backend: str, seed: int, quantization: str, looser: float = 1.0) -> None:
+    """`looser`: where probabilities are as precise as the oracle's and differ in which way they are rounded."""
     case = a_case(seed, backend)
     case = replace(case, config=replace(case.config, quantization=quantization))
     blocks = summarized(backend, case, f"{backend}, {quantization}")
@@ -283,7 +295,7 @@ def quantized_equals_oracle(backend: str, seed: int, quantization: str) -> None:
     assert not values.isnan().any()
     error, largest = (values - wanted).abs(), float(case.inputs.value.abs().max())
     if wanted.any():
-        typical, worst = QUANTIZED_ERROR[quantization]
+        typical, worst = (looser * bound for bound in QUANTIZED_ERROR[quantization])
         assert relative_l1(values, wanted) < typical
         assert error.max() <= worst * largest
         assert error.square().mean().sqrt() <= typical * largest
@@ -304,7 +316,13 @@ def test_int8_backend_equals_oracle(backend, seed, poisoned):
 
 @each_case({"triton": QUANTIZED_CASES["int8-fp8"], "hopper": 200}, 0)
 def test_fp8_backend_equals_oracle(backend, seed, poisoned):
-    quantized_equals_oracle(backend, seed, "int8-fp8")
+    with hopper_slack(0.0):
+        quantized_equals_oracle(backend, seed, "int8-fp8")
+
+
+@each_case({"hopper": 100}, 0)
+def test_slack_costs_no_precision(backend, seed, poisoned):
+    quantized_equals_oracle(backend, seed, "int8-fp8", looser=2.0)
 
 
 LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every row sees whole, and the edges beside them
@@ -424,10 +442,11 @@ def test_rounding_ties_were_rare():
 
 def test_the_cases_cover_what_they_claim():
     """All block sizes, dtypes and awkward shapes; masks that skip and rows that see nothing; skips in both stages."""
-    assert {kernel.block for kernel in KERNELS} == set(BLOCKS)
-    assert {kernel.dtype for kernel in KERNELS} == set(DTYPES)
-    assert {kernel.dim for kernel in KERNELS} >= set(DIMS)
-    assert any(kernel.dim != kernel.v_dim for kernel in KERNELS)
+    assert {kernel.block for kernel in ANY_KERNEL} == set(BLOCKS)
+    assert {kernel.dtype for kernel in ANY_KERNEL} == set(DTYPES)
+    assert {kernel.dim for kernel in ANY_KERNEL} >= set(DIMS)
+    assert any(kernel.dim != kernel.v_dim for kernel in ANY_KERNEL)
+    assert {kernel.block for kernel in KERNELS["hopper"]} == set(HOPPER_BLOCKS)
     seen: Counter[str] = Counter()
     for seed in range(200):
         case = a_case(seed)

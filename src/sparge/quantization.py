@@ -88,12 +88,6 @@ def sampled(x: Tensor) -> Tensor:
     return torch.where(few.isfinite(), few, 0.0)
 
 
-def above_power(x: Tensor) -> Tensor:
-    """exp(x) beside the next power of two: above 1/2, at most 1."""
-    bits = x / math.log(2.0)
-    return torch.where(torch.isfinite(x), torch.exp2(bits - bits.ceil()), 1.0)
-
-
 def _power_below(x: Tensor) -> Tensor:
     """The largest power of two that is not above x, or 0 below the normal numbers."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)

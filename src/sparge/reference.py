@@ -292,7 +292,7 @@ class RowState:
         weights = torch.where(seen, torch.exp(scores - shift[..., None]), 0.0)
         alpha = torch.exp(self.maximum - shift)
         self.sum = self.sum * alpha + weights.sum(-1)
-        self.values = self.values * alpha[..., None] + self._weighted_values(weights, seen, keys, shift)
+        self.values = self.values * alpha[..., None] + self._weighted_values(weights, seen, keys)
         self.maximum = maximum
         self.saw |= seen.any(-1)
 
@@ -322,8 +322,7 @@ class RowState:
         self.skipped += torch.stack(counted).sum(0)
         return torch.cat(wanted, -1)
 
-    def _weighted_values(self, weights: Tensor, seen: Tensor, keys: range, shift: Tensor) -> Tensor:
-        """weights, which are relative to exp(shift), times V."""
+    def _weighted_values(self, weights: Tensor, seen: Tensor, keys: range) -> Tensor:
         quantized = self.blocks.quantized
         source = self.inputs.value if quantized is None else quantized.value
         value = _per_query_head(source[:, :, keys.start : keys.stop].float(), self.inputs)
@@ -331,10 +330,9 @@ class RowState:
             return multiply_visible(weights, seen, value)
         if quantized.value_scale is None:
             return multiply_visible(weights.to(quantized.value.dtype).float(), seen, value)
-        # Rounded relative to a power of two: neither the order of the blocks nor their size changes any rounding.
-        unit = fmt.P_SCALE * fmt.above_power(shift)[..., None]
-        rounded = (weights * unit).to(torch.float8_e4m3fn).float()
-        return rounded @ value / unit * _per_query_head(quantized.value_scale, self.inputs)[:, :, None]
+        rounded = (weights * fmt.P_SCALE).to(torch.float8_e4m3fn).float()
+        scale = _per_query_head(quantized.value_scale, self.inputs)[:, :, None] / fmt.P_SCALE
+        return rounded @ value * scale
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Normalised values and LSE. A row that saw nothing gives 0 and -inf; one that saw only -inf scores, NaN."""

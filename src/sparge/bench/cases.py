@@ -55,14 +55,14 @@ QUICK = (
 )
 
 BARS = (
-    Case(32 * K, sparsity=0.0),
-    Case(32 * K, sparsity=0.6, bar=2.3),
-    Case(32 * K, sparsity=0.8),
-    Case(32 * K, 64),
-    Case(32 * K, causal=True),
+    Case(32 * K, sparsity=0.0, bar=1.6),
+    Case(32 * K, sparsity=0.6, bar=3.8),
+    Case(32 * K, sparsity=0.8, bar=7.0),
+    Case(32 * K, 64, bar=3.4),
+    Case(32 * K, causal=True, bar=3.4),
     Case(16 * K),
-    Case(8 * K),
-    Case(4 * K, bar=1.0),
+    Case(8 * K, bar=2.6),
+    Case(4 * K, bar=1.5),
     Case(32 * K, mask="skewed"),
     Case(32 * K, quantization="int8"),
     Case(32 * K, quantization="none"),

@@ -6,9 +6,9 @@ or the end come first: one loop masks, the other does not. Programs stay on thei
 ticket, so that rows with much work and rows with little even out.
 
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
-where best is the row's largest score so far, rounded up: it seldom moves, and sums shrink only when it does, by powers
-of two. Rows are summed by the tensor core, by a product with ones: what rounded probabilities should be divided by. The
-tensor core adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
+where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
+nothing. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities should be
+divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
 """
 
 from triton.experimental import gluon
@@ -68,11 +68,13 @@ class Problem:
     MASK_ALL: gl.constexpr
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
+    SLACK: gl.constexpr  # how far a score may exceed the row's best, in bits, before that follows; below log2(448) - 8
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
         COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
+        SLACK,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
@@ -81,7 +83,7 @@ class Problem:
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
         self.STAGES, self.MASK_ALL = map(gl.constexpr, (STAGES, MASK_ALL))
-        self.HAS_VALID, self.WRITE_LSE = map(gl.constexpr, (HAS_VALID, WRITE_LSE))
+        self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
 
 
 @aggregate
@@ -312,11 +314,11 @@ def start_scores(q, stage, s):
 
 
 @gluon.jit
-def exponentials(a, b, a_factor, b_factor, best):
+def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
     """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
-    best_now = gl.maximum(best, gl.ceil(top))
+    best_now = gl.where(top > best + SLACK, top, best)
     a_p = probabilities(a, a_factor, best_now - P_SHIFT)
     b_p = probabilities(b, b_factor, best_now - P_SHIFT)
     return a_p, b_p, best_now, gl.exp2(best - best_now)
@@ -408,7 +410,7 @@ def fold_step(
         b_hidden = hidden_pairs(bh, rows, b_key, b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
-    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * a_scale, q_scale * b_scale, best)
+    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * a_scale, q_scale * b_scale, best, p.SLACK)
     if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
         a_p = gl.where(a_hidden, 0.0, a_p)
         b_p = gl.where(b_hidden, 0.0, b_p)
@@ -561,11 +563,12 @@ def attend(
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SLACK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
         COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
+        SLACK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])

@@ -114,12 +114,6 @@ def lane_sums(p):
 
 
 @triton.jit
-def anchor(best, FORMAT: tl.constexpr):
-    """What probabilities are relative to: for e4m3 a power of two, so that no rounding depends on the steps taken."""
-    return tl.ceil(best) if FORMAT == 2 else best
-
-
-@triton.jit
 def attend_keys(
     acc, total, best, saw, skipped, q, q_scale, key, second_key, block, rows,
     K, V, K_SCALE, V_FINITE, VALID, lam,
@@ -152,9 +146,9 @@ def attend_keys(
         if UNITS == 2:
             local = tl.maximum(local, (tl.max(raw_2, 1) - bias) * factor_2)
     best_now = tl.maximum(best, local)
-    shift = anchor(best_now, FORMAT)
+    shift = best_now
     if MASK:
-        shift = tl.where(best_now == float("-inf"), 0.0, shift)
+        shift = tl.where(best_now == float("-inf"), 0.0, best_now)
     wanted = True
     if SECOND:
         # NaN differences (infinite scores, or none but -inf so far) and values that are not finite are always wanted.
@@ -172,7 +166,7 @@ def attend_keys(
         row_wants = tl.reshape(tl.broadcast_to(group_wants[:, None], [BM // GROUP, GROUP]), [BM]) != 0
         wanted = tl.max(group_wants, 0) != 0
     if wanted:
-        alpha = tl.exp2(anchor(best, FORMAT) - shift)
+        alpha = tl.exp2(best - shift)
         p = tl.exp2(raw * factor[:, None] - (shift + factor * bias - peak)[:, None])
         if MASK:
             p = tl.where(seen, p, 0.0)  # a row whose factor is zero has made NaN of what it does not see
@@ -341,7 +335,7 @@ def attend(
     place = OUT + batch * o_batch + head * o_head + (q_first + at)[:, None] * o_row + dv[None, :] * o_dim
     tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
     if WRITE_LSE:
-        lse = anchor(best, FORMAT) + tl.log2(total)
+        lse = best + tl.log2(total)
         if FORMAT == 2:
             lse = lse - P_SHIFT
         lse = lse / 1.4426950408889634
