@@ -165,22 +165,45 @@ def tile_of(ticket, p):
     return Tile(bh, kv, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
 
+@aggregate
+class Step:
+    """Two units of 64 keys: where they begin, and their scales. The second may not be real."""
+
+    a_key: gl.tensor
+    b_key: gl.tensor
+    b_real: gl.tensor
+    a_scale: gl.tensor
+    b_scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, a_key, b_key, b_real, a_scale, b_scale):
+        self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
+        self.a_scale, self.b_scale = a_scale, b_scale
+
+
 @gluon.jit
 def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
-    """Where a step's two units of 64 keys begin; the second of an odd masked list repeats the first: not real."""
-    real = step >= 0
+    """Where a step's two units begin; the second of an odd masked list repeats the first: not real."""
+    b_real = step >= 0
     if BK == 128:
-        first = gl.load(t.lists + step) * BK
-        second = first + UNIT
+        a_key = gl.load(t.lists + step) * BK
+        b_key = a_key + UNIT
     elif MASK:
-        real = 2 * step + 1 < t.masked
-        first = gl.load(t.lists + 2 * step) * BK
-        second = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
+        b_real = 2 * step + 1 < t.masked
+        a_key = gl.load(t.lists + 2 * step) * BK
+        b_key = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
     else:
         pair = t.lists + t.masked + 2 * (step - t.masked_steps)
-        first = gl.load(pair) * BK
-        second = gl.load(pair + 1) * BK
-    return first, second, real
+        a_key = gl.load(pair) * BK
+        b_key = gl.load(pair + 1) * BK
+    return a_key, b_key, b_real
+
+
+@gluon.jit
+def step_of(t, step, p, MASK: gl.constexpr):
+    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
+    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
+    return Step(a_key, b_key, b_real, gl.load(scales + a_key // UNIT), gl.load(scales + b_key // UNIT))
 
 
 # ---- the producer
@@ -398,19 +421,17 @@ def promoted(acc, best, base, exact, p):
 
 
 @gluon.jit
-def fold_step(
-    acc, total, best, q, rows, q_scale, a_scale, b_scale, c, bh, a_key, b_key, b_real, p, s, MASK: gl.constexpr
-):
-    """Fold the program's c-th step, 128 keys, into (acc, total, best), and wait for it."""
+def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.constexpr):
+    """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage = c % p.STAGES
     mbarrier.wait(s.full.index(stage), (c // p.STAGES) & 1)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     if MASK:
-        a_hidden = hidden_pairs(bh, rows, a_key, True, p)
-        b_hidden = hidden_pairs(bh, rows, b_key, b_real, p)
+        a_hidden = hidden_pairs(t.bh, rows, x.a_key, True, p)
+        b_hidden = hidden_pairs(t.bh, rows, x.b_key, x.b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
-    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * a_scale, q_scale * b_scale, best, p.SLACK)
+    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
     if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
         a_p = gl.where(a_hidden, 0.0, a_p)
         b_p = gl.where(b_hidden, 0.0, b_p)
@@ -422,61 +443,28 @@ def fold_step(
 
 
 @gluon.jit
-def scales_of(t, step, p, MASK: gl.constexpr):
-    """Where a step's two units begin, whether the second is real, and their scales."""
-    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
-    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
-    return a_key, b_key, b_real, gl.load(scales + a_key // UNIT), gl.load(scales + b_key // UNIT)
-
-
-@gluon.jit
 def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exact, p, s, MASK: gl.constexpr):
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
     What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    a_scale, b_scale = gl.to_tensor(0.0), gl.to_tensor(0.0)
-    if not MASK:
-        if first < last:
-            _, _, _, a_scale, b_scale = scales_of(t, first, p, MASK)
-    begin = first
-    while begin < last:
-        end = gl.minimum(begin + PROMOTE, last)
-        for step in range(begin, end):
-            if MASK:
-                a_key, b_key, b_real, a_scale, b_scale = scales_of(t, step, p, MASK)
-                acc, total, best = fold_step(
-                    acc,
-                    total,
-                    best,
-                    q,
-                    rows,
-                    q_scale,
-                    a_scale,
-                    b_scale,
-                    c + step,
-                    t.bh,
-                    a_key,
-                    b_key,
-                    b_real,
-                    p,
-                    s,
-                    MASK,
-                )
-            else:  # the next step's scales are on their way
-                a_key, b_key, _, a_next, b_next = scales_of(t, gl.minimum(step + 1, last - 1), p, MASK)
-                acc, total, best = fold_step(
-                    acc, total, best, q, rows, q_scale, a_scale, b_scale, c + step, t.bh, a_key, b_key, True, p, s, MASK
-                )
-                a_scale, b_scale = a_next, b_next
-        if begin > 0:
-            acc = promoted(acc, best, base, exact, p)
-        if end < t.steps:
-            exact.store(acc)
-            acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
-            base = best
-        begin = end
+    if first < last:
+        x = step_of(t, first, p, MASK)
+        begin = first
+        while begin < last:
+            end = gl.minimum(begin + PROMOTE, last)
+            for step in range(begin, end):
+                following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
+                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, x, c + step, t, p, s, MASK)
+                x = following
+            if begin > 0:
+                acc = promoted(acc, best, base, exact, p)
+            if end < t.steps:
+                exact.store(acc)
+                acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
+                base = best
+            begin = end
     return acc, total, best, base
 
 
