@@ -22,7 +22,6 @@ from sparge.stages import Blocks, Output
 CHIP = 90
 ROWS = 64  # of one warpgroup
 UNIT = 64  # keys of one TMA box
-WIDTHS = (64, 128)  # channels, padded
 BLOCK_KEYS = (64, 128)
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
 SHARED_BYTES = 227 << 10
