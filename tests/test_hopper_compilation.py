@@ -58,3 +58,11 @@ def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_
 
 def test_the_kernel_compiles_with_padding(monkeypatch):
     assert not compiled(monkeypatch, (128, 64), 128, False, False, padded=True).serialized
+
+
+@pytest.mark.parametrize(("version", "refusal"), [("3.6.0", None), ("3.9.1", None), ("3.5.1", "3.5"), ("4.0.0", "4.0")])
+def test_a_triton_that_the_kernel_was_not_tried_with_is_refused(monkeypatch, version, refusal):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: version)
+    said = launch.HopperBackend().unavailable()
+    assert said is None if refusal is None else refusal in said

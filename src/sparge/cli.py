@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from sparge import __version__
-from sparge.backends import BACKENDS
+from sparge.backends import BACKENDS, UNPROVEN
 from sparge.config import SparseConfig
 
 app = typer.Typer(
@@ -31,8 +31,10 @@ app = typer.Typer(
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
     """What this machine has, which backends can run on it, and why the others cannot."""
     facts = {"sparge": __version__, **machine()}
-    backends = [{"name": backend.name, "reason": backend.unavailable()} for backend in BACKENDS]
+    refusals = {backend: backend.unavailable() for backend in BACKENDS}
+    refusals |= {backend: backend.unavailable() or "not chosen yet, see docs/log.md" for backend in UNPROVEN}
     if as_json:
+        backends = [{"name": backend.name, "reason": refusal} for backend, refusal in refusals.items()]
         print(json.dumps({"machine": facts, "backends": backends}, indent=2))
         return
     console = Console()
@@ -42,8 +44,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
         table.add_row(name, "not installed" if shown is None else str(shown))
     console.print(table)
     table = Table("backend", "can run", "what it is, or why not", title="Backends, best first", title_justify="left")
-    for backend in BACKENDS:
-        refusal = backend.unavailable()
+    for backend, refusal in refusals.items():
         summary = (type(backend).__doc__ or "").splitlines()[0]
         table.add_row(backend.name, "no" if refusal else "yes", refusal or summary)
     console.print(table)

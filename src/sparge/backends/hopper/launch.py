@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from sparge.inputs import Inputs, Signature
 from sparge.stages import Blocks, Output
 
 CHIP = 90
+TRIED = ((3, 6), (3, 9))  # the oldest and newest Triton that the kernel is compiled with in CI; Gluon changes with each
 ROWS = 64  # of one warpgroup
 UNIT = 64  # keys of one TMA box
 BLOCK_KEYS = (64, 128)
@@ -40,8 +41,11 @@ class HopperBackend(TritonBackend):
             return refusal
         if not torch.cuda.is_available():
             return "no CUDA device"
-        if importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is None:
-            return "needs Triton 3.6 or newer, with Gluon"
+        release = _release(importlib.metadata.version("triton"))
+        if not TRIED[0] <= release <= TRIED[1]:
+            return "its Gluon kernel is built with Triton {}.{} to {}.{}, not {}.{}".format(
+                *TRIED[0], *TRIED[1], *release
+            )
         return None
 
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
@@ -65,6 +69,11 @@ class HopperBackend(TritonBackend):
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         with on_device(blocks.inputs.query):
             return _attend(blocks, mask)
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _warpgroups(rows: int) -> int | None:
