@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends.triton.dispatch import Launch
-from sparge.backends.triton.launch import TritonBackend, capability, on_device
-from sparge.backends.triton.plans import LIST_BYTES, LOG2_E, REMEMBERED
+from sparge.backends.triton.dispatch import Launch, addresses_of
+from sparge.backends.triton.launch import TritonBackend, capability, no_skips, on_device, pieces
+from sparge.backends.triton.plans import LOG2_E, REMEMBERED, MaskBits, list_rows, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
@@ -98,18 +98,13 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _plan(
-    problem: Signature, block: tuple[int, int], bits: tuple[int, int, int], output: tuple[int, ...], processors: int
-) -> Plan:
-    """`bits`: strides of the mask's batch entries and heads, and words per row."""
+def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tuple[int, ...], processors: int) -> Plan:
     from sparge.backends.hopper import _attend as kernels
-    from sparge.backends.triton import _select as list_kernels
 
     size, warpgroups = Sizes.of(problem, block, True), _warpgroups(block[0])
     assert warpgroups is not None
     heads, per_block = size.batch * size.heads, block[0] // (ROWS * warpgroups)
-    step = min(size.q_blocks, max(1, LIST_BYTES // (4 * heads * size.k_blocks)))
-    everything = size.q_len + size.k_len
+    step = rows_listed_at_once(size)
     registers, at_launch = REGISTERS[warpgroups]
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
@@ -120,18 +115,13 @@ def _plan(
     parts = []
     for first in range(0, size.q_blocks, step):
         here = min(step, size.q_blocks - first)
-        expand = Launch(
-            list_kernels.expand, here * heads,
-            (size.heads, size.q_len, size.q_tokens, size.k_blocks, bits[2], first, here, *bits[:2]),
-            {"BQ": block[0], "TILE": 512, "PACKED": False, "num_warps": 4},
-        )  # fmt: skip
         tiles = here * heads * per_block
         numbers = (
             size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.padded,
-            tiles, min(problem.left, everything), min(problem.right, everything), problem.scale * LOG2_E, *output,
+            tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        parts.append(ListedRows(here * heads, expand, attend))
+        parts.append(ListedRows(here * heads, list_rows(size, block, bits, first, here, False), attend))
     return Plan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
 
 
@@ -162,26 +152,20 @@ def _attend(blocks: Blocks, mask: BlockMask) -> Output:
     assert copies is not None
     assert copies.value_scale is not None
     q, output = inputs.query, inputs.empty_output()
-    bits_batch, bits_head = (bits.stride(n) if bits.shape[n] > 1 else 0 for n in (0, 1))
-    plan = _plan(
-        inputs.signature, mask.block, (bits_batch, bits_head, bits.shape[3]), output.stride()[:3],
-        _processors(q.device),
-    )  # fmt: skip
+    plan = _plan(inputs.signature, mask.block, MaskBits.of(bits), output.stride()[:3], _processors(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
-    lists = q.new_empty(plan.list_entries + 1, dtype=torch.int32)
-    counts = q.new_empty(plan.list_rows + 1, dtype=torch.int32)
+    lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
         listing = (bits, q, counts, lists)
-        part.expand(listing, [x.data_ptr() for x in listing])
+        part.expand(listing, addresses_of(listing))
         tensors = (
             counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
             q if valid is None else valid.contiguous().view(torch.int8), copies.value_scale,
             q if copies.lse_term is None else copies.lse_term, output, q if lse is None else lse,
         )  # fmt: skip
-        part.attend((*boxes, *tensors), (*boxes, *(x.data_ptr() for x in tensors)))
-    skipped = torch.zeros((), dtype=torch.int64, device=q.device).expand(size.batch, size.heads)
-    return Output(output, lse, skipped)
+        part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
+    return Output(output, lse, no_skips(q.device).expand(size.batch, size.heads))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.triton.dispatch import addresses_of
-from sparge.backends.triton.plans import Operands, attend_plan, prepare_plan, select_plan
+from sparge.backends.triton.plans import MaskBits, Operands, attend_plan, prepare_plan, select_plan
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import RULES, SparseConfig
@@ -100,7 +100,7 @@ def on_device(x: Tensor) -> Any:
 
 
 @functools.cache
-def _zero(device: torch.device) -> Tensor:
+def no_skips(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
@@ -131,7 +131,7 @@ def _or(x: Tensor | None, unused: Tensor) -> Tensor:
     return unused if x is None else x
 
 
-def _pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> Sequence[Tensor]:
+def pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> Sequence[Tensor]:
     """Uninitialised scratch in one allocation; each piece begins aligned."""
     rounded = [-(-n // 64) * 64 for n in lengths]
     return torch.split_with_sizes(like.new_empty(sum(rounded), dtype=dtype), rounded)
@@ -153,7 +153,7 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
     q, valid = inputs.query, inputs.visibility.key_valid
     plan = prepare_plan(inputs.signature, config, capability(q.device))
-    scratch = dict(zip(plan.scratch, _pieces(q, torch.float32, *plan.scratch.values()), strict=True))
+    scratch = dict(zip(plan.scratch, pieces(q, torch.float32, *plan.scratch.values()), strict=True))
     blocks = _blocks(inputs, config, plan.sizes, scratch)
     copied, zeros = blocks.quantized, torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
     tensors = (
@@ -250,16 +250,14 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
             quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
             _or(quantized.value_scale, q), _or(quantized.lse_term, q),
         )  # fmt: skip
-    bits_batch, bits_head = (bits.stride(n) if bits.shape[n] > 1 else 0 for n in (0, 1))
     layout = Operands(
-        operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(),
-        (operands[2].data_ptr() & 15, bits.data_ptr() & 15), bits_batch, bits_head, bits.shape[3],
-    )  # fmt: skip
-    plan = attend_plan(inputs.signature, config, mask.block, layout, capability(q.device))
+        operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15
+    )
+    plan = attend_plan(inputs.signature, config, mask.block, layout, MaskBits.of(bits), capability(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
-    lists, counts = _pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
-    skipped = _zero(q.device).expand(size.batch, size.heads)
+    lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
+    skipped = no_skips(q.device).expand(size.batch, size.heads)
     listing = (bits, _ends(inputs)[0], counts, lists)
     for part in plan.parts:
         skips = q

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.sizes import SAMPLE_PARTS, Sizes, prepare_sizes, select_sizes, tile_sizes
@@ -107,7 +108,7 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
     return PreparePlan(size, scratch, launches)
 
 
-def _reach(problem: Signature) -> tuple[int, int]:
+def reach(problem: Signature) -> tuple[int, int]:
     """How far a row sees to the left and right; further than every key is enough, and keeps positions in 32 bits."""
     everything = problem.q_len + problem.k_len
     return min(problem.left, everything), min(problem.right, everything)
@@ -123,7 +124,7 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
     tiles = -(-size.q_blocks * a // tuning["ROWS"])
     numbers = (
         size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,
-        words, *_reach(problem), config.sinks, tiles, problem.scale * LOG2_E,
+        words, *reach(problem), config.sinks, tiles, problem.scale * LOG2_E,
     )  # fmt: skip
     constants = {
         "D": size.dim, "DP": size.dp, "BQ": rows, "BK": keys, "Q_SUBS": a, "K_SUBS": b,
@@ -135,25 +136,51 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
     return SelectPlan(size, words, Launch(kernels.select, tiles * size.batch * size.heads, numbers, constants))
 
 
+class MaskBits(NamedTuple):
+    """How a mask's bits lie in memory; batch entries or heads that share them have stride 0."""
+
+    batch: int
+    head: int
+    words: int  # per row
+    misalignment: int
+
+    @classmethod
+    def of(cls, bits: Tensor) -> MaskBits:
+        batch, head = (bits.stride(n) if bits.shape[n] > 1 else 0 for n in (0, 1))
+        return cls(batch, head, bits.shape[3], bits.data_ptr() & 15)
+
+
 class Operands(NamedTuple):
-    """Strides of what the attention kernel reads and writes, and of the mask's bits."""
+    """Strides of what the attention kernel reads and writes."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
     value: tuple[int, ...]
     output: tuple[int, ...]
-    misalignments: tuple[int, ...]
-    bits_batch: int
-    bits_head: int
-    words: int
+    value_misalignment: int
+
+
+def rows_listed_at_once(size: Sizes) -> int:
+    """Query blocks whose lists fit the scratch together."""
+    return min(size.q_blocks, max(1, LIST_BYTES // (4 * size.batch * size.heads * size.k_blocks)))
+
+
+def list_rows(size: Sizes, block: tuple[int, int], bits: MaskBits, first: int, rows: int, packed: bool) -> Launch:
+    """Lists of the kept blocks of `rows` query blocks of each head."""
+    from sparge.backends.triton import _select as kernels
+
+    numbers = (
+        size.heads, size.q_len, size.q_tokens, size.k_blocks, bits.words, first, rows, bits.batch, bits.head,
+    )  # fmt: skip
+    constants = {"BQ": block[0], "TILE": 512, "PACKED": packed, "num_warps": 4}
+    return Launch(kernels.expand, rows * size.batch * size.heads, numbers, constants)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def attend_plan(
-    problem: Signature, config: SparseConfig, block: tuple[int, int], operands: Operands, chip: int
+    problem: Signature, config: SparseConfig, block: tuple[int, int], operands: Operands, bits: MaskBits, chip: int
 ) -> AttendPlan:
     from sparge.backends.triton import _attend as kernels
-    from sparge.backends.triton import _select as list_kernels
 
     number_format, second = FORMATS[config.quantization], config.pv_threshold is not None
     size, packed = Sizes.of(problem, block, number_format > 0), problem.packing is not None
@@ -161,7 +188,7 @@ def attend_plan(
         chip, max(size.dp, size.dvp), block, number_format, second, problem.dtype == torch.float32, packed
     )
     per_block, heads = block[0] // tiles["BM"], size.batch * size.heads
-    step = min(size.q_blocks, max(1, LIST_BYTES // (4 * heads * size.k_blocks)))
+    step = rows_listed_at_once(size)
     constants: dict[str, Any] = {
         "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
         "BQ": block[0], "BK": block[1], "FORMAT": number_format,
@@ -172,15 +199,10 @@ def attend_plan(
     parts = []
     for first in range(0, size.q_blocks, step):
         here = min(step, size.q_blocks - first)
-        expand = Launch(
-            list_kernels.expand, here * heads,
-            (size.heads, size.q_len, size.q_tokens, size.k_blocks, operands.words, first, here,
-             operands.bits_batch, operands.bits_head),
-            {"BQ": block[0], "TILE": 512, "PACKED": packed, "num_warps": 4},
-        )  # fmt: skip
+        expand = list_rows(size, block, bits, first, here, packed)
         numbers = (
             problem.scale * LOG2_E, size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens,
-            size.k_tokens, size.k_blocks, size.k_slots, size.padded, first, here, *_reach(problem), *strides,
+            size.k_tokens, size.k_blocks, size.k_slots, size.padded, first, here, *reach(problem), *strides,
         )  # fmt: skip
         programs = here * per_block * heads
         attend = Launch(kernels.attend, programs, numbers, constants)
