@@ -89,7 +89,7 @@ def on_its_device(backend: str, inputs: Inputs) -> Inputs:
 
 @contextmanager
 def hopper_slack(bits: float):
-    """Hopper's kernel with another slack. At 0 it rounds probabilities exactly as the oracle does."""
+    """Hopper's kernel with another slack. At 0 probabilities are relative to the running maximum, as in the oracle."""
     normal = hopper.SLACK
     try:
         hopper._plan.cache_clear()

@@ -60,12 +60,14 @@ def block_lists(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
 def assert_same_rows(got: Tensor, want: Tensor) -> None:
     """Row by row, so that no row hides behind the others.
 
-    Both round probabilities to three bits, relative to different numbers. A row that sees one key errs by up to 1/16
-    besides where one of the two divides by the sum of rounded probabilities, by 2.2 % on average.
+    Both round probabilities to three bits, relative to maxima that may differ by the slack, and Hopper's kernel may
+    divide by the sum of the rounded ones. Computed in float32 for 1 to 256 keys in 1 to 12 steps, that is 1.6 % on
+    average and 5.7 % in the worst of 6,000 rows; a rounding that falls the other way adds as much again.
     """
     error, size = ((x.abs().sum(-1)) for x in (got - want, want))
-    assert (error <= 0.25 * size).all()  # NaN fails, and so does anything but 0 where 0 is right
-    assert error.sum() <= 0.05 * size.sum()
+    assert (error <= 0.12 * size).all()  # NaN fails, and so does anything but 0 where 0 is right
+    if size.numel() >= 64:
+        assert error.sum() <= 0.03 * size.sum()
 
 
 def a_problem(rng: random.Random, dim: int) -> Inputs:
