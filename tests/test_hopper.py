@@ -107,6 +107,22 @@ def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, watchdo
             launches += 1
 
 
+@pytest.mark.parametrize("k_len", [40, 64, 150, 192])
+def test_rows_whose_scores_are_all_far_below_zero(k_len, watchdog):
+    """Empty units have scale 0; what hides them must not pass for a score of 0, the best of such a row."""
+    direction = torch.randn(64, device="cuda")
+    q = (4 * direction).expand(1, 1, k_len, 64).to(torch.bfloat16)
+    k = torch.where(torch.arange(k_len, device="cuda")[:, None] < k_len // 2, -direction, direction)
+    k, v = (k[None, None].to(torch.bfloat16), torch.randn(1, 1, k_len, 64, device="cuda", dtype=torch.bfloat16))
+    inputs, config = problem(q, k, v, is_causal=True), SparseConfig(quantization="int8-fp8", rule="topk", topk=1.0)
+    blocks = HOPPER.summarize(inputs, config)
+    mask = HOPPER.select(blocks, config)
+    got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+    assert want.values.abs().sum(-1).min() > 0
+    assert_same_rows(got.values.float(), want.values.float())
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-2, rtol=1e-4)
+
+
 def test_repeated_runs_are_bit_identical(watchdog):
     """Programs draw tiles in any order; no result may depend on it."""
     config = SparseConfig(quantization="int8-fp8", rule="topk", topk=0.3)

@@ -374,7 +374,7 @@ def test_triton_selects_among_many_blocks(name, poisoned):
 @pytest.mark.parametrize("spoiler", [1e4] if INTERPRETED else [None, 1e4, 1e30, torch.inf, torch.nan], ids=str)
 def test_keys_and_values_outside_the_sample(backend, spoiler, poisoned):
     """Long enough that every second 64 keys are sampled; one value of the second head is far from the others."""
-    q, k, v = tensors(5, heads=2, q_len=10, k_len=64 * 64, dim=32, dtype=torch.bfloat16, contrast=2.0)
+    q, k, v = tensors(5, heads=2, q_len=10, k_len=64 * 64, dim=64, dtype=torch.bfloat16, contrast=2.0)
     k[:, :, 64:128] += 3.0
     if spoiler is not None:
         v[0, 1, 100, 7] = spoiler
@@ -395,7 +395,9 @@ def test_keys_and_values_outside_the_sample(backend, spoiler, poisoned):
     want = reference.attend(want_blocks, mask, config).values
     assert torch.equal(got.isnan(), want.isnan())
     for head in (0, 1):
-        assert relative_l1(got[:, head].nan_to_num(), want[:, head].nan_to_num()) < 0.01
+        assert relative_l1(got[:, head].nan_to_num(), want[:, head].nan_to_num()) < (
+            0.03 if backend == "hopper" else 0.01  # 128 keys a step, and a maximum with slack
+        )
 
 
 PACKED_LENGTHS = (([130, 0, 5, 257], [200, 64, 5, 129]), ([64], [300]), ([1, 1, 90], [70, 1, 90]))

@@ -144,7 +144,7 @@ class Tile:
 def tile_of(ticket, p):
     PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
     PER_STEP: gl.constexpr = 128 // p.BK
-    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # entries that may cut the diagonal or the end
+    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # visible entries that may cut the diagonal or the end
     per_head = p.q_blocks * PER_BLOCK
     bh = ticket // per_head
     inside = per_head - 1 - ticket % per_head  # heavy causal rows first
@@ -159,6 +159,9 @@ def tile_of(ticket, p):
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
+        if masked == LEADING:  # a mask of the caller's own may list blocks that no row sees
+            while gl.load(lists + gl.minimum(masked, count - 1), mask=masked < count, other=-1) >= last_free:
+                masked += 1
         masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
     kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
@@ -203,7 +206,12 @@ def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
 def step_of(t, step, p, MASK: gl.constexpr):
     a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
     scales = p.K_SCALE + t.kv * (p.padded // UNIT)
-    return Step(a_key, b_key, b_real, gl.load(scales + a_key // UNIT), gl.load(scales + b_key // UNIT))
+    a_scale = gl.load(scales + a_key // UNIT)
+    b_scale = gl.load(scales + b_key // UNIT)
+    if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
+        a_scale = gl.where(a_scale == 0, 1.0, a_scale)
+        b_scale = gl.where(b_scale == 0, 1.0, b_scale)
+    return Step(a_key, b_key, b_real, a_scale, b_scale)
 
 
 # ---- the producer
