@@ -95,23 +95,25 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]
-    ticket: gl.shared_memory_descriptor  # [2, 32]
+    scales: gl.shared_memory_descriptor  # [2 STAGES, 64]: of a stage's two units, once per row
+    orders: gl.shared_memory_descriptor  # [2 * 3, 32]: a tile's ticket, how many blocks it lists, how many are masked
     slots: gl.shared_memory_descriptor  # [2, 32]: 0, 1
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    ticket_full: gl.shared_memory_descriptor
-    ticket_empty: gl.shared_memory_descriptor
+    order_full: gl.shared_memory_descriptor
+    order_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ones, exact, ticket, slots,
-        q_full, q_empty, full, empty, ticket_full, ticket_empty,
+        self, q, k, v, ones, exact, scales, orders, slots,
+        q_full, q_empty, full, empty, order_full, order_empty,
     ):  # fmt: skip
-        self.q, self.k, self.v, self.ones, self.exact, self.ticket, self.slots = q, k, v, ones, exact, ticket, slots
+        self.q, self.k, self.v, self.ones, self.exact, self.scales = q, k, v, ones, exact, scales
+        self.orders, self.slots = orders, slots
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
-        self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
+        self.order_full, self.order_empty = order_full, order_empty
 
 
 @gluon.jit
@@ -141,19 +143,38 @@ class Tile:
 
 
 @gluon.jit
-def tile_of(ticket, p):
+def list_of(ticket, p):
+    """Which list a tile follows, and the tile's number inside its head, heavy causal rows first."""
     PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
-    PER_STEP: gl.constexpr = 128 // p.BK
-    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # visible entries that may cut the diagonal or the end
     per_head = p.q_blocks * PER_BLOCK
     bh = ticket // per_head
-    inside = per_head - 1 - ticket % per_head  # heavy causal rows first
-    slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
+    inside = per_head - 1 - ticket % per_head
+    return bh, inside, (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
+
+
+@gluon.jit
+def tile_of(ticket, count, masked, p):
+    PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
+    PER_STEP: gl.constexpr = 128 // p.BK
+    bh, inside, slot = list_of(ticket, p)
+    masked_steps = (masked + PER_STEP - 1) // PER_STEP
+    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
     first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
+    steps = masked_steps + (count - masked) // PER_STEP
+    return Tile(bh, kv, first_row, p.LISTS + slot * p.k_blocks, masked, masked_steps, steps)
+
+
+@gluon.jit
+def lengths_of(ticket, p):
+    """How many blocks a tile lists, and how many of them, the first ones, need masks: lists descend."""
+    PER_STEP: gl.constexpr = 128 // p.BK
+    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # visible entries that may cut the diagonal or the end
+    _, _, slot = list_of(ticket, p)
     count = gl.load(p.COUNTS + slot)
-    lists = p.LISTS + slot * p.k_blocks
     masked = count
     if not p.MASK_ALL:
+        first_row = tile_of(ticket, count, count, p).first_row
+        lists = p.LISTS + slot * p.k_blocks
         last_free = gl.maximum(gl.minimum(p.k_len, first_row + (p.k_len - p.q_len) + p.right + 1), 0) // p.BK
         masked = count * 0
         for j in gl.static_range(LEADING):
@@ -163,80 +184,84 @@ def tile_of(ticket, p):
             while gl.load(lists + gl.minimum(masked, count - 1), mask=masked < count, other=-1) >= last_free:
                 masked += 1
         masked += (count - masked) % PER_STEP
-    masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
-    return Tile(bh, kv, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
+    return count, masked
 
 
 @aggregate
-class Step:
-    """Two units of 64 keys: where they begin, and their scales. The second may not be real."""
+class Keys:
+    """Where a step's two units of 64 keys begin. The second may not be real: an odd masked list repeats its last."""
 
-    a_key: gl.tensor
-    b_key: gl.tensor
+    a: gl.tensor
+    b: gl.tensor
     b_real: gl.tensor
-    a_scale: gl.tensor
-    b_scale: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, a_key, b_key, b_real, a_scale, b_scale):
-        self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
-        self.a_scale, self.b_scale = a_scale, b_scale
+    def __init__(self, a, b, b_real):
+        self.a, self.b, self.b_real = a, b, b_real
 
 
 @gluon.jit
-def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
-    """Where a step's two units begin; the second of an odd masked list repeats the first: not real."""
+def keys_of(t, step, BK: gl.constexpr):
     b_real = step >= 0
     if BK == 128:
-        a_key = gl.load(t.lists + step) * BK
-        b_key = a_key + UNIT
-    elif MASK:
-        b_real = 2 * step + 1 < t.masked
-        a_key = gl.load(t.lists + 2 * step) * BK
-        b_key = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
+        a = gl.load(t.lists + step) * BK
+        b = a + UNIT
     else:
-        pair = t.lists + t.masked + 2 * (step - t.masked_steps)
-        a_key = gl.load(pair) * BK
-        b_key = gl.load(pair + 1) * BK
-    return a_key, b_key, b_real
-
-
-@gluon.jit
-def step_of(t, step, p, MASK: gl.constexpr):
-    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
-    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
-    a_scale = gl.load(scales + a_key // UNIT)
-    b_scale = gl.load(scales + b_key // UNIT)
-    if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
-        a_scale = gl.where(a_scale == 0, 1.0, a_scale)
-        b_scale = gl.where(b_scale == 0, 1.0, b_scale)
-    return Step(a_key, b_key, b_real, a_scale, b_scale)
+        free = 2 * (step - t.masked_steps)
+        first = gl.where(free < 0, 2 * step, t.masked + free)
+        b_real = (free >= 0) | (first + 1 < t.masked)
+        a = gl.load(t.lists + first) * BK
+        b = gl.load(t.lists + gl.where(b_real, first + 1, first)) * BK
+    return Keys(a, b, b_real)
 
 
 # ---- the producer
 
 
 @gluon.jit
-def hand_out(ticket, turn, s):
-    """Tell every consumer which tile is next."""
-    mbarrier.wait(s.ticket_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    s.ticket.index(turn & 1).store(gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + ticket)
-    mbarrier.arrive(s.ticket_full.index(turn & 1), count=1)
+def tell(order, value, s):
+    s.orders.index(order).store(gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
 @gluon.jit
-def load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s):
-    """K and V of two units of 64 keys, into a stage that every consumer has left."""
+def hand_out(ticket, count, masked, turn, s):
+    """Tell every consumer which tile is next, so that none has to look it up."""
+    slot = turn & 1
+    mbarrier.wait(s.order_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+    tell(3 * slot, ticket, s)
+    tell(3 * slot + 1, count, s)
+    tell(3 * slot + 2, masked, s)
+    mbarrier.arrive(s.order_full.index(slot), count=1)
+
+
+@gluon.jit
+def scale_of(kv, key, p):
+    """Of a unit; keys of scale 0 are 0 at any scale, but what hides them must stay below every score."""
+    scale = gl.load(p.K_SCALE + kv * (p.padded // UNIT) + key // UNIT)
+    return gl.where(scale == 0, 1.0, scale)
+
+
+@gluon.jit
+def load_step(k_boxes, v_boxes, c, kv, keys, p, s):
+    """K, V and scales of two units of 64 keys, into a stage that every consumer has left."""
+    once_per_row: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     stage = c % p.STAGES
-    phase = (c // p.STAGES) & 1
+    a_scale = gl.full([ROWS], 0.0, gl.float32, once_per_row) + scale_of(kv, keys.a, p)
+    b_scale = gl.full([ROWS], 0.0, gl.float32, once_per_row) + scale_of(kv, keys.b, p)
     full = s.full.index(stage)
-    mbarrier.wait(s.empty.index(stage), phase ^ 1)
+    mbarrier.wait(s.empty.index(stage), ((c // p.STAGES) & 1) ^ 1)
+    s.scales.index(2 * stage).store(a_scale)
+    s.scales.index(2 * stage + 1).store(b_scale)
     mbarrier.expect(full, 2 * UNIT * (p.D + p.DVP))
-    load_box(k_boxes, [kv * p.padded + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
-    load_box(k_boxes, [kv * p.padded + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
-    load_box(v_boxes, [kv * p.DVP, a_key], full, s.v.index(2 * stage))
-    load_box(v_boxes, [kv * p.DVP, b_key], full, s.v.index(2 * stage + 1))
+    load_box(k_boxes, [kv * p.padded + keys.a, 0], full, s.k.index(stage).slice(0, UNIT))
+    load_box(k_boxes, [kv * p.padded + keys.b, 0], full, s.k.index(stage).slice(UNIT, UNIT))
+    load_box(v_boxes, [kv * p.DVP, keys.a], full, s.v.index(2 * stage))
+    load_box(v_boxes, [kv * p.DVP, keys.b], full, s.v.index(2 * stage + 1))
+
+
+@gluon.jit
+def next_ticket(p):
+    return gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
 
 
 @gluon.jit
@@ -245,35 +270,44 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
     turn = 0
     tile = gl.program_id(0)
     while tile < p.tiles:
-        hand_out(tile, turn, s)
-        t = tile_of(tile, p)
+        count, masked = lengths_of(tile, p)
+        t = tile_of(tile, count, masked, p)
+        hand_out(tile, count, masked, turn, s)
         full = s.q_full.index(turn & 1)
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
             load_box(q_boxes, [t.bh * p.q_len + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
-        for step in range(t.masked_steps):
-            a_key, b_key, _ = keys_of(t, step, p.BK, True)
-            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
-            c += 1
-        for step in range(t.masked_steps, t.steps):
-            a_key, b_key, _ = keys_of(t, step, p.BK, False)
-            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
-            c += 1
+        following = tile
+        for step in range(t.steps):
+            if step == t.steps - 1:  # late, so that the tiles go round evenly; not later, for it takes its time
+                following = next_ticket(p)
+            load_step(k_boxes, v_boxes, c + step, t.kv, keys_of(t, step, p.BK), p, s)
+        if t.steps == 0:
+            following = next_ticket(p)
+        c += t.steps
         turn += 1
-        tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
-    hand_out(END, turn, s)
+        tile = following
+    hand_out(END, 0, 0, turn, s)
 
 
 # ---- the consumers
 
 
 @gluon.jit
+def told(order, s):
+    return gl.max(s.orders.index(order).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def next_tile(turn, s):
-    mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
-    tile = gl.max(s.ticket.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(s.ticket_empty.index(turn & 1), count=1)
-    return tile
+    slot = turn & 1
+    mbarrier.wait(s.order_full.index(slot), (turn >> 1) & 1)
+    ticket = told(3 * slot, s)
+    count = told(3 * slot + 1, s)
+    masked = told(3 * slot + 2, s)
+    mbarrier.arrive(s.order_empty.index(slot), count=1)
+    return ticket, count, masked
 
 
 @gluon.jit
@@ -345,14 +379,12 @@ def start_scores(q, stage, s):
 
 
 @gluon.jit
-def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
-    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
+def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
+    """The rows' best after two units, and what shrinks all before."""
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
     best_now = gl.where(top > best + SLACK, top, best)
-    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
-    b_p = probabilities(b, b_factor, best_now - P_SHIFT)
-    return a_p, b_p, best_now, gl.exp2(best - best_now)
+    return best_now, gl.exp2(best - best_now)
 
 
 @gluon.constexpr_function
@@ -388,25 +420,19 @@ def shrunk(acc, total, alpha, p):
 
 
 @gluon.jit
-def start_values(acc, a_p, b_p, stage, p, s):
-    """acc + P V and total + the rows' sums, under way.
+def start_values(acc, sums, x, v, p, s, FIRST: gl.constexpr):
+    """acc + P V of a unit, and the rows' sums of this step, under way.
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    a8 = as_operand(a_p, gl.DotOperandLayout(0, VALUES, 4))
-    b8 = as_operand(b_p, gl.DotOperandLayout(0, VALUES, 4))
-    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+    x8 = as_operand(x, gl.DotOperandLayout(0, VALUES, 4))
+    acc = warpgroup_mma(x8, v.permute((1, 0)), acc, is_async=True)
     if p.WRITE_LSE:
-        sums = lane_sum(a_p) + lane_sum(b_p)
+        sums += lane_sum(x)
     else:
-        SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
-        ones = s.ones.permute((1, 0))
-        a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
-        b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
-        sums = warpgroup_mma(a8, ones, gl.zeros([ROWS, 8], gl.float32, LANES), use_acc=False, is_async=True)
-        sums = warpgroup_mma(b8, ones, sums, is_async=True)
+        x8 = gl.convert_layout(x8, gl.DotOperandLayout(0, LANES, 4), assert_trivial=True)
+        sums = warpgroup_mma(x8, s.ones.permute((1, 0)), sums, use_acc=not FIRST, is_async=True)
     return acc, sums
 
 
@@ -429,22 +455,28 @@ def promoted(acc, best, base, exact, p):
 
 
 @gluon.jit
-def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.constexpr):
+def fold_step(acc, total, best, q, rows, q_scale, keys, c, t, p, s, MASK: gl.constexpr):
     """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage = c % p.STAGES
     mbarrier.wait(s.full.index(stage), (c // p.STAGES) & 1)
+    a_factor = q_scale * s.scales.index(2 * stage).load(ROW)
+    b_factor = q_scale * s.scales.index(2 * stage + 1).load(ROW)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     if MASK:
-        a_hidden = hidden_pairs(t.bh, rows, x.a_key, True, p)
-        b_hidden = hidden_pairs(t.bh, rows, x.b_key, x.b_real, p)
+        a_hidden = hidden_pairs(t.bh, rows, keys.a, True, p)
+        b_hidden = hidden_pairs(t.bh, rows, keys.b, keys.b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
-    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
+    best_now, alpha = followed(a, b, a_factor, b_factor, best, p.SLACK)
+    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
     if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
         a_p = gl.where(a_hidden, 0.0, a_p)
-        b_p = gl.where(b_hidden, 0.0, b_p)
     acc, total = shrunk(acc, total, alpha, p)
-    acc, sums = start_values(acc, a_p, b_p, stage, p, s)
+    acc, sums = start_values(acc, gl.zeros([ROWS, 8], gl.float32, LANES), a_p, s.v.index(2 * stage), p, s, True)
+    b_p = probabilities(b, b_factor, best_now - P_SHIFT)  # while the tensor core takes the first unit
+    if MASK:
+        b_p = gl.where(b_hidden, 0.0, b_p)
+    acc, sums = start_values(acc, sums, b_p, s.v.index(2 * stage + 1), p, s, False)
     acc, sums = wait_values(acc, sums, p)
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total + sums, best_now
@@ -458,14 +490,18 @@ def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exac
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     if first < last:
-        x = step_of(t, first, p, MASK)
+        keys = Keys(last, last, last > 0)  # only masks ask
+        if MASK:
+            keys = keys_of(t, first, p.BK)
         begin = first
         while begin < last:
             end = gl.minimum(begin + PROMOTE, last)
             for step in range(begin, end):
-                following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
-                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, x, c + step, t, p, s, MASK)
-                x = following
+                following = keys
+                if MASK:
+                    following = keys_of(t, gl.minimum(step + 1, last - 1), p.BK)  # on its way while this one is folded
+                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, keys, c + step, t, p, s, MASK)
+                keys = following
             if begin > 0:
                 acc = promoted(acc, best, base, exact, p)
             if end < t.steps:
@@ -504,9 +540,9 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     c = 0
     turn = 0
-    tile = next_tile(turn, s)
-    while tile >= 0:
-        t = tile_of(tile, p)
+    ticket, count, masked = next_tile(turn, s)
+    while ticket >= 0:
+        t = tile_of(ticket, count, masked, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scales = p.Q_SCALE + t.bh.to(gl.int64) * p.q_len
         q_scale = gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0) * p.scale
@@ -529,7 +565,7 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, t, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
-        tile = next_tile(turn, s)
+        ticket, count, masked = next_tile(turn, s)
 
 
 @gluon.jit
@@ -579,7 +615,8 @@ def attend(
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
         ones, exact,
-        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [6, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
     fence_async_shared()
