@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig
-from sparge.backends import BACKENDS, UNPROVEN
+from sparge.backends import BACKENDS
 from sparge.backends.hopper import launch as hopper
 from sparge.inputs import Inputs, prepare_inputs
 from sparge.stages import Output
 
 EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
-BY_NAME = {backend.name: backend for backend in (*BACKENDS, *UNPROVEN)}
+BY_NAME = {backend.name: backend for backend in BACKENDS}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, slowly
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_inside_a_kernel_is_not_taken_for_a_failure(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--backend", "fastest"], "--backend must be one of triton, cpu, torch, reference, hopper, not fastest."),
+        (["--backend", "fastest"], "--backend must be one of hopper, triton, cpu, torch, reference, not fastest."),
         (["--backend", "dense"], "--backend must be one of"),
         (["--grid", "huge"], "--grid must be one of quick, bars, full, cpu, not huge."),
         (["--device", "cuda:99"], "CUDA devices."),

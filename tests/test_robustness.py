@@ -210,4 +210,4 @@ def test_stats_belong_to_the_caller(monkeypatch):
 
 
 def test_backends_come_best_first():
-    assert [backend.name for backend in BACKENDS] == ["dense", "triton", "cpu", "torch", "reference"]
+    assert [backend.name for backend in BACKENDS] == ["dense", "hopper", "triton", "cpu", "torch", "reference"]

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from sparge import __version__
-from sparge.backends import BACKENDS, UNPROVEN
+from sparge.backends import BACKENDS
 from sparge.config import SparseConfig
 
 app = typer.Typer(
@@ -32,7 +32,6 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
     """What this machine has, which backends can run on it, and why the others cannot."""
     facts = {"sparge": __version__, **machine()}
     refusals = {backend: backend.unavailable() for backend in BACKENDS}
-    refusals |= {backend: backend.unavailable() or "not chosen yet, see docs/log.md" for backend in UNPROVEN}
     if as_json:
         backends = [{"name": backend.name, "reason": refusal} for backend, refusal in refusals.items()]
         print(json.dumps({"machine": facts, "backends": backends}, indent=2))

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sparge.backends import BACKENDS, UNPROVEN
+from sparge.backends import BACKENDS
 from sparge.bench import report
 from sparge.bench.captured import read_captured
 from sparge.bench.cases import GRIDS, Case, cases_of
@@ -127,7 +127,7 @@ def _device(name: str | None) -> torch.device:
 def _check_backend(name: str | None) -> None:
     if name is None:
         return
-    takers = {backend.name: backend for backend in (*BACKENDS, *UNPROVEN) if backend.takes_masks}
+    takers = {backend.name: backend for backend in BACKENDS if backend.takes_masks}
     if name not in takers:
         raise BadOptionError(f"--backend must be one of {', '.join(takers)}, not {name}.")
     refusal = takers[name].unavailable()

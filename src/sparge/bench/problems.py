@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sparge.backends import BACKENDS, UNPROVEN, Backend
+from sparge.backends import BACKENDS, Backend
 from sparge.bench.captured import Captured
 from sparge.bench.cases import Case
 from sparge.bench.masks import random_mask
@@ -98,8 +98,7 @@ def _tensors(case: Case, settings: Settings, generator: torch.Generator) -> tupl
 
 def _own_backend(inputs: Inputs, config: SparseConfig, name: str | None) -> Backend:
     refusals = []
-    candidates = BACKENDS if name is None else (*BACKENDS, *UNPROVEN)
-    for backend in candidates:
+    for backend in BACKENDS:
         if backend.name != name if name is not None else backend.name in NOT_KERNELS:
             continue
         refusal = backend.unavailable() or backend.unsupported(inputs, config)
