@@ -41,7 +41,7 @@ class HopperBackend(TritonBackend):
             return refusal
         if not torch.cuda.is_available():
             return "no CUDA device"
-        release = _release(importlib.metadata.version("triton"))
+        release = _release()
         if not TRIED[0] <= release <= TRIED[1]:
             return "its Gluon kernel is built with Triton {}.{} to {}.{}, not {}.{}".format(
                 *TRIED[0], *TRIED[1], *release
@@ -71,8 +71,10 @@ class HopperBackend(TritonBackend):
             return _attend(blocks, mask)
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
+@functools.cache
+def _release() -> tuple[int, int]:
+    """Triton's; asking reads a file."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
     return int(major), int(minor)
 
 
