@@ -138,14 +138,21 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _boxes(x: Tensor, rows: int, columns: int) -> Any:
-    """A TMA descriptor of x as a matrix whose rows are its last dimension."""
+@functools.cache
+def _box(rows: int, columns: int, int8: bool) -> tuple[Any, list[int], Any]:
+    """How a box lies in shared memory, and what makes descriptors of such boxes."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    element = gl.int8 if x.dtype == torch.int8 else gl.float8e4nv
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.int8 if int8 else gl.float8e4nv)
+    return TensorDescriptor, [rows, columns], layout
+
+
+def _boxes(x: Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of x as a matrix whose rows are its last dimension."""
+    descriptor, shape, layout = _box(rows, columns, x.dtype == torch.int8)
+    length = x.shape[-1]
+    return descriptor(x, [x.numel() // length, length], [length, 1], shape, layout)
 
 
 def _attend(blocks: Blocks, mask: BlockMask) -> Output:
