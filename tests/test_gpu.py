@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,7 @@ def test_no_call_waits_for_the_device():
     ]
     configs = [SPARSE, SparseConfig(quantization="none", pv_threshold=-3.0), SparseConfig(similarity=0.2)]
     configs.append(SparseConfig(rule="topk", topk=1.0, quantization="int8"))
+    configs.append(SparseConfig(rule="topk", topk=0.2, quantization="int8-fp8", max_error=0.1))
     for call in calls:
         for config in configs:
             call(config)  # compiles and fills caches
@@ -97,8 +99,28 @@ def test_no_call_waits_for_the_device():
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
-def test_cuda_graphs_replay(quantization):
-    config = SparseConfig(rule="topk", topk=0.4, quantization=quantization)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_error_budget_is_kept(quantization, is_causal):
+    q, k, v = problem(tokens=2000)
+    q[:, 1:] *= 0.1  # these heads look everywhere alike: no block may be skipped
+    config = SparseConfig(rule="topk", topk=0.2, quantization=quantization)
+    careful = replace(config, max_error=0.1)
+    want, _ = plain_attention(*(x.cpu() for x in (q, k, v)), seen_pairs(2000, 2000, is_causal))
+    rough = sparge.attention(q, k, v, is_causal=is_causal, config=config)
+    out, stats = sparge.attention(q, k, v, is_causal=is_causal, config=careful, return_stats=True)
+    assert stats.redone[0, 1:].all()
+    for head in range(4):
+        error = relative_l1(out[:, head].cpu(), want[:, head])
+        assert error < (0.01 if stats.redone[0, head] else 0.1)
+        assert abs(error - float(stats.error[0, head])) < 0.03
+        if not stats.redone[0, head]:
+            assert torch.equal(out[:, head], rough[:, head])
+
+
+@pytest.mark.parametrize("max_error", [None, 0.3])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_cuda_graphs_replay(quantization, max_error):
+    config = SparseConfig(rule="topk", topk=0.4, quantization=quantization, max_error=max_error)
     q, k, v = problem()
     sparge.attention(q, k, v, is_causal=True, config=config)
     graph = torch.cuda.CUDAGraph()

@@ -64,5 +64,7 @@ def test_the_kernel_compiles_with_padding(monkeypatch):
 def test_a_triton_that_the_kernel_was_not_tried_with_is_refused(monkeypatch, version, refusal):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: version)
+    launch._release.cache_clear()
     said = launch.HopperBackend().unavailable()
+    launch._release.cache_clear()
     assert said is None if refusal is None else refusal in said

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparge.backends import Choice, choose, takes_packed
 from sparge.block_mask import BlockMask
+from sparge.budget import Verdict, enforce
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
 from sparge.library import traced_attention
@@ -213,6 +214,7 @@ class Run:
     choice: Choice
     mask: BlockMask
     output: Output
+    verdict: Verdict | None = None
 
     def stats(self) -> Stats:
         packing = self.inputs.packing
@@ -223,7 +225,11 @@ class Run:
             executed, visible = (x.expand(heads) for x in (self.mask.kept_per_head, self.mask.visible_per_head))
         name, quantization = self.choice.backend.name, self.choice.config.quantization
         skipped = self.output.skipped_pv.clone()  # a backend may hand out a view of shared zeros
-        return Stats(executed, visible, skipped, name, self.choice.reason, quantization)
+        if self.verdict is None:
+            return Stats(executed, visible, skipped, name, self.choice.reason, quantization)
+        error, redone = self.verdict.error, self.verdict.redone
+        executed = torch.where(redone, visible, executed)
+        return Stats(executed, visible, skipped, name, self.choice.reason, quantization, error, redone)
 
 
 def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Run:
@@ -234,7 +240,10 @@ def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) ->
         backend, config = choice.backend, choice.config
         blocks = backend.summarize(inputs, config)
         mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
-        return Run(inputs, choice, mask, backend.attend(blocks, mask, config))
+        output = backend.attend(blocks, mask, config)
+        if config.max_error is None:
+            return Run(inputs, choice, mask, output)
+        return Run(inputs, choice, mask, *enforce(output, blocks, backend, config))
 
 
 def _is_traced() -> bool:
@@ -310,8 +319,18 @@ def _stack_stats(per_sequence: list[Stats | None], query: Tensor) -> Stats:
     ran = [stats for stats in per_sequence if stats is not None]
     zero = torch.zeros(1, query.shape[1], dtype=torch.int64, device=query.device)
 
-    def rows(name: str) -> Tensor:
-        return torch.cat([zero if stats is None else getattr(stats, name) for stats in per_sequence])
+    def rows(name: str, empty: Tensor = zero) -> Tensor:
+        return torch.cat([empty if stats is None else getattr(stats, name) for stats in per_sequence])
 
     last = ran[-1] if ran else Stats(zero, zero, zero, "none", "no sequence has tokens", "none")
-    return Stats(rows("executed"), rows("visible"), rows("skipped_pv"), last.backend, last.reason, last.quantization)
+    error, redone = (None, None) if last.error is None else (rows("error", zero.float()), rows("redone", zero.bool()))
+    return Stats(
+        rows("executed"),
+        rows("visible"),
+        rows("skipped_pv"),
+        last.backend,
+        last.reason,
+        last.quantization,
+        error,
+        redone,
+    )

@@ -40,6 +40,8 @@ class SparseConfig:
     sinks         how many leading key blocks are always kept
     protected     token ranges (start, stop) always computed in full, as keys and as queries;
                   negative positions count from the end, a stop of None is the end
+    max_error     relative L1 error that no head may exceed, estimated in each call from a few rows
+                  computed exactly; heads that might are computed anew, all of it. None: no check
 
     >>> SparseConfig(rule="topk", topk=0.3).rule
     ('topk',)
@@ -57,6 +59,7 @@ class SparseConfig:
     block: tuple[int, int] = (128, 64)
     sinks: int = 1
     protected: tuple[tuple[int, int | None], ...] = ()
+    max_error: float | None = None
 
     encoded: ClassVar[str]  # the settings as JSON, set on each instance
 
@@ -81,6 +84,8 @@ class SparseConfig:
         if not _is_int(self.sinks) or self.sinks < 0:
             raise ValueError(f"sinks must be a number of key blocks, 0 or more, not {self.sinks!r}.")
         put(self, "protected", _ranges(self.protected))
+        if self.max_error is not None:
+            put(self, "max_error", _positive("max_error", self.max_error))
         put(self, "encoded", json.dumps({field.name: getattr(self, field.name) for field in fields(self)}))
 
     def _refuse_unused(self, name: str) -> None:
@@ -144,6 +149,14 @@ def _numbers(name: str, value: object, low: float, high: float, open_high: bool 
         raise ValueError(f"{name} must be a number or one per query head, not an empty sequence.")
     floats = tuple(float(number) for number in values)
     return floats[0] if single else floats
+
+
+def _positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number above 0, or None, not {value!r}.")
+    if not 0 < float(value) < math.inf:  # NaN fails too
+        raise ValueError(f"{name} must lie above 0, not {value!r}.")
+    return float(value)
 
 
 def _pair(name: str, value: object, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:

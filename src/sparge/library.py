@@ -37,15 +37,18 @@ def attention_op(
     right: int,
     layout: str,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, LSE, executed, visible, skipped_pv."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, LSE, executed, visible, skipped_pv; error and redone, which are empty without max_error."""
     from sparge.api import attention
 
     output, lse, stats = attention(
         query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
         config=_decode(config), window=(left, right), layout=layout, return_lse=True, return_stats=True,
     )  # fmt: skip
-    return output, lse, stats.executed.clone(), stats.visible.clone(), stats.skipped_pv
+    error, redone = stats.error, stats.redone
+    if error is None or redone is None:
+        error, redone = lse.new_empty(0), lse.new_empty(0, dtype=torch.bool)
+    return output, lse, stats.executed.clone(), stats.visible.clone(), stats.skipped_pv, error, redone
 
 
 @attention_op.register_fake
@@ -61,13 +64,15 @@ def _(
     right: int,
     layout: str,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, first, second, _ = query.shape
     heads, length = (first, second) if layout == "BHSD" else (second, first)
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
     lse = query.new_empty(batch, heads, length, dtype=torch.float32)
     counts = [query.new_empty(batch, heads, dtype=torch.int64) for _ in range(3)]
-    return output, lse, counts[0], counts[1], counts[2]
+    judged = (0,) if _decode(config).max_error is None else (batch, heads)
+    error, redone = query.new_empty(judged, dtype=torch.float32), query.new_empty(judged, dtype=torch.bool)
+    return output, lse, counts[0], counts[1], counts[2], error, redone
 
 
 def traced_attention(
@@ -89,6 +94,7 @@ def traced_attention(
     results: Any = attention_op(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, left, right, layout, encoded
     )
-    output, lse, executed, visible, skipped_pv = results
+    output, lse, executed, visible, skipped_pv, error, redone = results
     unknown = "chosen when the compiled code runs"
-    return output, lse, Stats(executed, visible, skipped_pv, unknown, unknown, unknown)
+    judged = (None, None) if config is None or config.max_error is None else (error, redone)
+    return output, lse, Stats(executed, visible, skipped_pv, unknown, unknown, unknown, *judged)

@@ -55,6 +55,8 @@ class Stats:
     visible     blocks that hold at least one visible pair (int64 [B, Hq])
     skipped_pv  64-row groups of executed blocks whose P V the second stage left out (int64 [B, Hq])
     backend     the backend that ran; reason says why it was chosen; quantization is what it used
+    error       with config.max_error: the estimated relative L1 of each head's result (float32 [B, Hq])
+    redone      with config.max_error: heads that were over it and were computed anew (bool [B, Hq])
     """
 
     executed: Tensor
@@ -63,6 +65,8 @@ class Stats:
     backend: str
     reason: str
     quantization: str
+    error: Tensor | None = None
+    redone: Tensor | None = None
 
     @property
     def sparsity(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -88,6 +89,12 @@ def takes_packed(inputs: Inputs, config: SparseConfig) -> bool:
     return any(backend.unavailable() is None and backend.unsupported(inputs, config) is None for backend in BACKENDS)
 
 
+@functools.lru_cache(maxsize=256)
+def _in_format(config: SparseConfig, quantization: str) -> SparseConfig:
+    """A config is checked whenever it is made; calls in a row need that once."""
+    return replace(config, quantization=quantization)
+
+
 def choose(inputs: Inputs, config: SparseConfig, own_mask: bool = False) -> Choice:
     """The first backend that can run this call; the reason names those passed over. `own_mask`: the caller's."""
     config.check_heads(inputs.query.shape[1])
@@ -98,7 +105,7 @@ def choose(inputs: Inputs, config: SparseConfig, own_mask: bool = False) -> Choi
             refusal = "the call brings its own mask"
         if refusal is None:
             if config.quantization == "auto":
-                config = replace(config, quantization=backend.default_quantization(inputs.query.device))
+                config = _in_format(config, backend.default_quantization(inputs.query.device))
             return Choice(backend, config, "; ".join(refusals) or backend.merit)
         refusals.append(f"{backend.name}: {refusal}")
     raise RuntimeError("No backend can run this call: " + "; ".join(refusals) + ".")

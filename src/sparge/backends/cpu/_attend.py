@@ -602,6 +602,7 @@ class AttendKernel:
             e.store(total, e.offset(arg["row_sum"], self.rows_start, token))
 
 
+@functools.cache
 def missing_features(dtype: str) -> str | None:
     """Why this CPU cannot run the kernel for a dtype, or None."""
     features = binding.get_host_cpu_features()

@@ -41,7 +41,7 @@ class HopperBackend(TritonBackend):
             return refusal
         if not torch.cuda.is_available():
             return "no CUDA device"
-        release = _release(importlib.metadata.version("triton"))
+        release = _release()
         if not TRIED[0] <= release <= TRIED[1]:
             return "its Gluon kernel is built with Triton {}.{} to {}.{}, not {}.{}".format(
                 *TRIED[0], *TRIED[1], *release
@@ -71,8 +71,10 @@ class HopperBackend(TritonBackend):
             return _attend(blocks, mask)
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
+@functools.cache
+def _release() -> tuple[int, int]:
+    """Triton's; asking reads a file."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
     return int(major), int(minor)
 
 
@@ -136,14 +138,21 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _boxes(x: Tensor, rows: int, columns: int) -> Any:
-    """A TMA descriptor of x as a matrix whose rows are its last dimension."""
+@functools.cache
+def _box(rows: int, columns: int, int8: bool) -> tuple[Any, list[int], Any]:
+    """How a box lies in shared memory, and what makes descriptors of such boxes."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    element = gl.int8 if x.dtype == torch.int8 else gl.float8e4nv
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.int8 if int8 else gl.float8e4nv)
+    return TensorDescriptor, [rows, columns], layout
+
+
+def _boxes(x: Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of x as a matrix whose rows are its last dimension."""
+    descriptor, shape, layout = _box(rows, columns, x.dtype == torch.int8)
+    length = x.shape[-1]
+    return descriptor(x, [x.numel() // length, length], [length, 1], shape, layout)
 
 
 def _attend(blocks: Blocks, mask: BlockMask) -> Output:

@@ -47,6 +47,8 @@ class TritonBackend:
         widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
         if inputs.query.dtype == torch.float32 and config.quantization == "none" and widest > MAX_FLOAT32_DIM:
             return f"float32 tiles of head_dim {widest} exceed the chips' shared memory: use 16-bit inputs or int8"
+        if inputs.packing is not None and config.max_error is not None:
+            return "max_error is checked one sequence at a time"
         if inputs.packing is not None and config.protected:
             return "protected ranges count from the ends of packed sequences, which only the device knows"
         if _interpreted():
