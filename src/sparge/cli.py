@@ -129,6 +129,39 @@ def capture(
     Console().print(f"{file}: {made.source}, q {list(made.query.shape)}, k and v {list(made.key.shape)}")
 
 
+@app.command()
+def ablate(
+    file: Annotated[Path, typer.Argument(help="Captured Q, K and V: see sparge capture.")],
+    tokens: Annotated[int | None, typer.Option(min=1, help="Use the first so many. Default: 4096 at most.")] = None,
+    grid: Annotated[
+        str | None, typer.Option(metavar="FRAMES,HEIGHT,WIDTH", help="The tokens' grid: adds token orders.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for JSON, a Markdown table, a plot.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """What each part of the method skips, and what it costs in error: the paper's ablations on real Q, K and V.
+
+    First and second stage, the judge of self-similarity, sub-means, rules,
+    block sizes, number formats and token orders. Ctrl-C keeps what was done.
+
+    Examples:
+
+      sparge capture layer14.safetensors
+
+      sparge ablate layer14.safetensors --tokens 4096 --out results
+
+      sparge ablate video.safetensors --grid 16,30,45
+    """
+    from sparge.ablate import CannotAblateError
+    from sparge.ablate import ablate as run_ablation
+
+    try:
+        outcome = run_ablation(file, tokens, grid, out, as_json)
+    except (CannotAblateError, OSError) as error:
+        sys.exit(f"sparge ablate: {error}")
+    raise typer.Exit(outcome)
+
+
 def _version(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None
