@@ -4,12 +4,14 @@ from sparge.api import attention, block_sparse_attention, predict_mask, varlen_a
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.ordering import TokenOrder, token_order
+from sparge.profile import Profile
 from sparge.stages import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "Profile",
     "SparseConfig",
     "Stats",
     "TokenOrder",
