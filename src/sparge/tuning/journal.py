@@ -33,7 +33,9 @@ class Journal:
         first = json.dumps({"sparge-journal": 1, **job}, sort_keys=True)
         if path.exists():
             self._read(path, first)
-        path.write_text("".join(f"{line}\n" for line in (first, *map(_line, self.records.items()))))
+        whole = path.with_name(path.name + ".part")  # without a line that was cut off
+        whole.write_text("".join(f"{line}\n" for line in (first, *map(_line, self.records.items()))))
+        whole.replace(path)
 
     def _read(self, path: Path, first: str) -> None:
         if path.stat().st_size > MAX_BYTES:

@@ -143,7 +143,11 @@ def _survey(search: Search, stage: str, plan: Plan) -> dict[str, Layer]:
     """Every layer on every input under the plan's settings; an input that the journal holds whole is not run."""
     layers: dict[str, Layer] = {}
     for index, item in enumerate(search.inputs):
-        if not all(key in search.journal.records for key, _, _ in _calls(search, index, plan)):
+        known_calls = _calls(search, index, plan)
+        if all(key in search.journal.records for key, _, _ in known_calls):
+            for _, name, _ in known_calls:
+                search.on_step(stage, name)
+        else:
             with torch.no_grad():
                 _run_measured(search, stage, index, item, plan)
         for key, name, heads in _calls(search, index, plan):
@@ -241,9 +245,7 @@ class Spending:
         for name, one in layers.items():
             error = one.measured.relative_l1
             chosen = within_bound(one.measured.executed, error, bound)[None]
-            short = (
-                (bound / error.gather(0, chosen)).clamp(min=1).nan_to_num(posinf=1.0)
-            )  # inf where nothing is skipped
+            short = (bound / error.gather(0, chosen)).clamp(min=1).nan_to_num(posinf=1.0)  # inf: no error at all
             total += float((self._damage(name, one.measured).gather(0, chosen) * short.square()).sum())
         return total
 

@@ -80,6 +80,7 @@ class TransformersSubject:
 
     def close(self) -> None:
         self.model.set_attn_implementation(self.before)
+        self.model = None  # transformers remembers the function, and with it this object, for ever
 
     def _next_token_loss(self, item: Any, attend: Attend) -> Tensor:
         _check_ids(item)
