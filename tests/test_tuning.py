@@ -13,6 +13,7 @@ from problems import EXACT, problem, randn, refused, relative_l1, tensors
 from torch import Tensor
 
 from sparge import Profile, SparseConfig, attention, predict_mask, tune
+from sparge.profile import ProfileError
 from sparge.tuning import search as search_module
 from sparge.tuning.choose import within_bound, within_budget
 from sparge.tuning.journal import Journal, JournalError, digest
@@ -304,6 +305,15 @@ def test_digest_sees_every_tensor() -> None:
 def test_what_cannot_be_tuned_is_refused(kind: type[Exception], arguments: dict[str, Any], words: str) -> None:
     with refused(kind, words):
         tune(**{"model": two_layers, "inputs": [0], **arguments})
+
+
+def test_layers_that_cannot_be_saved_are_refused_at_once() -> None:
+    q, k, v = layer_inputs(0, 0)
+    for name in (3, "", "\x1b[2J"):
+        with refused(ProfileError, "printable"):
+            tune(lambda item, attend, name=name: attend(name, q, k, v), [0])
+    with refused(ValueError, "'a'", "not finite"):
+        tune(lambda item, attend: attend("a", q, k, v / 0), [0])
 
 
 # ---- sensitivity

@@ -132,7 +132,7 @@ def capture(
 @app.command()
 def tune(
     file: Annotated[Path, typer.Argument(help="The profile to write.")],
-    l1: Annotated[float, typer.Option("--l1", help="Bound on the relative L1 of each head's output.")] = 0.05,
+    l1: Annotated[float, typer.Option("--l1", help="Bound on the relative L1 of each head's output.")] = 0.02,
     l2: Annotated[
         float | None, typer.Option("--l2", help="The same with the second stage, which it switches on.")
     ] = None,

@@ -87,8 +87,7 @@ class Profile:
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise ProfileError(f"a profile holds 1 to {MAX_LAYERS} layers, not {len(self.layers)}.")
         for text in (self.model, *self.layers, *self.metrics, *self.versions, *self.versions.values()):
-            if not isinstance(text, str) or not text.isprintable() or not 1 <= len(text) <= MAX_NAME:
-                raise ProfileError(f"names must be 1 to {MAX_NAME} printable characters, not {str(text)[:40]!r}.")
+            check_name(text)
         for name, value in self.metrics.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ProfileError(f"metric {name} must be a finite number, not {value!r}.")
@@ -177,6 +176,12 @@ class Profile:
             spans = (f"{key} {min(vector):.4g} to {max(vector):.4g}" for key, vector in layer.vectors().items())
             lines.append(f"{name}: {', '.join(spans)}")
         return "\n".join(lines)
+
+
+def check_name(text: object) -> None:
+    """Of a model, layer, metric or package: it will be printed, so it may not steer a terminal."""
+    if not isinstance(text, str) or not text.isprintable() or not 1 <= len(text) <= MAX_NAME:
+        raise ProfileError(f"names must be 1 to {MAX_NAME} printable characters, not {str(text)[:40]!r}.")
 
 
 # ---- reading what may have been written by anyone

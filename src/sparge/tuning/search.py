@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge.config import SparseConfig
 from sparge.inputs import prepare_inputs, restore
-from sparge.profile import LayerProfile, Profile
+from sparge.profile import LayerProfile, Profile, check_name
 from sparge.tuning.choose import within_bound, within_budget
 from sparge.tuning.journal import Journal, digest, pack, unpack
 from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, settings_at, with_settings
@@ -53,7 +53,7 @@ def tune(
     model: Any,
     inputs: Sequence[Any],
     *,
-    l1: float = 0.05,
+    l1: float = 0.02,
     l2: float | None = None,
     spend: str = "model",
     config: SparseConfig | None = None,
@@ -184,9 +184,12 @@ def _run_measured(search: Search, stage: str, index: int, item: Any, plan: Plan)
     calls: list[tuple[str, int]] = []
 
     def attend(layer: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        check_name(layer)  # now, not when the profile is made
         with torch.autocast(query.device.type, enabled=False):
             inputs = prepare_inputs(query, key, value, **arguments)
             exact, heads = exact_output(inputs), inputs.query.shape[1]
+            if not exact.isfinite().all():
+                raise ValueError(f"layer {layer!r} gives numbers that are not finite on input {index}: not tuned.")
             tried = plan(layer, heads)
             record = _record(index, layer, counted[layer], tried)
             if record not in journal.records:
