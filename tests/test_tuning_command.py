@@ -110,7 +110,8 @@ def test_ctrl_c_keeps_what_was_measured(tiny: Any, tmp_path: Path, monkeypatch: 
         (["--spend", "nowhere"], "spend"),
         (["--rule", "random"], "rule"),
         (["--text", "no such file"], "no such file"),
-        (["--tokens", "400000"], "windows"),
+        (["--tokens", "1024", "--inputs", "1000"], "windows"),
+        (["--tokens", "2048"], "at most 1024"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(tiny: Any, tmp_path: Path, options: list[str], words: str) -> None:

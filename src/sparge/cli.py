@@ -164,7 +164,7 @@ def tune(
 
       sparge tune smollm2.safetensors
 
-      sparge tune smollm2.safetensors --l1 0.03 --l2 0.035 --text novel.txt --text manual.txt
+      sparge tune smollm2.safetensors --l1 0.03 --l2 0.035 --text novel.txt
 
       sparge tune paper.safetensors --spend head --rule cdf --tokens 4096
 

@@ -53,6 +53,9 @@ def run_tune(request: Request, as_json: bool) -> int:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("loading the model", total=None)
             name, model, tokenizer = _load(request.model)
+            longest = getattr(model.config, "max_position_embeddings", request.tokens)
+            if request.tokens > longest:
+                raise ValueError(f"{name} reads at most {longest} tokens, not {request.tokens}; see --tokens.")
             inputs = cut_windows([_ids(tokenizer, text) for text in texts], request.tokens, request.inputs)
             passes = 2 if request.l2 is None else 3
             progress.update(task, total=model.config.num_hidden_layers * passes * len(inputs), description="starting")
