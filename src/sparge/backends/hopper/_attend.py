@@ -144,7 +144,7 @@ class Tile:
 def tile_of(ticket, p):
     PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
     PER_STEP: gl.constexpr = 128 // p.BK
-    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # visible entries that may cut the diagonal or the end
+    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # entries that may cut the diagonal or the end; all are visible
     per_head = p.q_blocks * PER_BLOCK
     bh = ticket // per_head
     inside = per_head - 1 - ticket % per_head  # heavy causal rows first
@@ -159,9 +159,6 @@ def tile_of(ticket, p):
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
-        if masked == LEADING:  # a mask of the caller's own may list blocks that no row sees
-            while gl.load(lists + gl.minimum(masked, count - 1), mask=masked < count, other=-1) >= last_free:
-                masked += 1
         masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
     kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
