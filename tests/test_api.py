@@ -99,6 +99,18 @@ def test_the_default_is_near_dense_attention_and_really_sparse():
     assert (out - want).abs().sum() / want.abs().sum() < 0.05
 
 
+def test_a_mask_may_be_shared_by_a_padded_batch():
+    q, k, v = tensors(batch=2, heads=2, q_len=200)
+    valid = torch.arange(200) < torch.tensor([[200], [70]])
+    mask = BlockMask.from_dense(torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]]).bool(), 200, 200)
+    padding = valid[:, None, None]
+    out, stats = sparge.block_sparse_attention(q, k, v, mask, padding, quantization="none", return_stats=True)
+    seen = seen_pairs(200, 200, key_valid=valid)[:, None] & token_mask(mask)
+    want, _ = plain_attention(q, k, v, seen)
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=0)
+    assert stats.executed[:, 0].tolist() == [5, 3]  # blocks of padding alone are not computed
+
+
 # ---- what comes back
 
 

@@ -287,8 +287,7 @@ def _visible_part(mask: BlockMask, inputs: Inputs) -> BlockMask:
         )
     if mask.bits.device != inputs.query.device:
         raise ValueError(f"mask is on {mask.bits.device} but query is on {inputs.query.device}; move it there.")
-    visible = BlockMask.all_visible(inputs.visibility, mask.block, *shape)
-    return BlockMask(mask.bits & visible.bits, q_len, k_len, mask.block, inputs.visibility)
+    return mask.cut_to(inputs.visibility, batch)
 
 
 def _config(config: SparseConfig | None) -> SparseConfig:

@@ -85,6 +85,12 @@ class BlockMask:
         bits = _pack(visibility.blocks(*block)).expand(batch, heads, -1, -1)
         return cls(bits, visibility.q_len, visibility.k_len, block, visibility)
 
+    def cut_to(self, sight: Visibility, batch: int) -> BlockMask:
+        """The blocks of the mask that hold a visible pair, for a batch that may share it."""
+        visible = self.all_visible(sight, self.block, batch, self.bits.shape[1])
+        bits = self.bits & visible.bits if sight.key_valid is not None else self.bits & visible.bits[:1]
+        return BlockMask(bits, self.q_len, self.k_len, self.block, sight)
+
     @classmethod
     def from_dense(
         cls,

@@ -89,12 +89,11 @@ def estimated_error(values: Tensor, exact: Tensor, length: int) -> tuple[Tensor,
     """
     size = exact.float().abs().sum(-1)
     off = (values.float() - exact.float()).abs().sum(-1)
-    total, count = size.sum(-1), size.shape[-1]
-    error = off.sum(-1) / total.clamp(min=torch.finfo(torch.float32).tiny)
+    total, count = size.sum(-1).clamp(min=torch.finfo(torch.float32).tiny), size.shape[-1]
+    error = off.sum(-1) / total
     remainder = off - error[..., None] * size
-    unseen = 1 - count / length
-    deviation = (remainder.square().sum(-1) * unseen * count / max(count - 1, 1)).sqrt() / total.clamp(min=1e-30)
-    return error, error + DEVIATIONS * deviation
+    variance = remainder.square().sum(-1) * count / max(count - 1, 1) * (1 - count / length)
+    return error, error + DEVIATIONS * variance.sqrt() / total
 
 
 def _everything(over: Tensor, blocks: Blocks, backend: Backend, config: SparseConfig) -> Output:

@@ -128,6 +128,110 @@ def capture(
     Console().print(f"{file}: {made.source}, q {list(made.query.shape)}, k and v {list(made.key.shape)}")
 
 
+@app.command()
+def ablate(
+    file: Annotated[Path, typer.Argument(help="Captured Q, K and V: see sparge capture.")],
+    tokens: Annotated[int | None, typer.Option(min=1, help="Use the first so many. Default: 4096 at most.")] = None,
+    grid: Annotated[
+        str | None, typer.Option(metavar="FRAMES,HEIGHT,WIDTH", help="The tokens' grid: adds token orders.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for JSON, a Markdown table, a plot.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """What each part of the method skips, and what it costs in error: the paper's ablations on real Q, K and V.
+
+    First and second stage, the judge of self-similarity, sub-means, rules,
+    block sizes, number formats and token orders. Ctrl-C keeps what was done.
+
+    Examples:
+
+      sparge capture layer14.safetensors
+
+      sparge ablate layer14.safetensors --tokens 4096 --out results
+
+      sparge ablate video.safetensors --grid 16,30,45
+    """
+    from sparge.ablate import CannotAblateError
+    from sparge.ablate import ablate as run_ablation
+
+    try:
+        outcome = run_ablation(file, tokens, grid, out, as_json)
+    except (CannotAblateError, OSError) as error:
+        sys.exit(f"sparge ablate: {error}")
+    raise typer.Exit(outcome)
+
+
+@app.command()
+def tune(
+    file: Annotated[Path, typer.Argument(help="The profile to write.")],
+    l1: Annotated[float, typer.Option("--l1", help="Bound on the relative L1 of each head's output.")] = 0.02,
+    l2: Annotated[
+        float | None, typer.Option("--l2", help="The same with the second stage, which it switches on.")
+    ] = None,
+    spend: Annotated[
+        str,
+        typer.Option(help="model: one error budget for all heads. head: the bound for every head, as in the paper."),
+    ] = "model",
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="threshold, gap, cdf or topk; repeatable.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=128, help="Length of each input.")] = 8192,
+    inputs: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs.")] = 5,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text to cut inputs from; repeatable. Default: Python's documentation."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A causal model of transformers. Default: SmolLM2-135M.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Search settings per layer and head that skip as many blocks as an error bound allows; write them as a profile.
+
+    The inputs should be as long and of the kind that the model will read.
+    Ctrl-C keeps what was measured in FILE.journal, and the same command goes
+    on from there. In Python: sparge.tune, for any model.
+
+    Examples:
+
+      sparge tune smollm2.safetensors
+
+      sparge tune smollm2.safetensors --l1 0.03 --l2 0.035 --text novel.txt
+
+      sparge tune paper.safetensors --spend head --rule cdf --tokens 4096
+
+      sparge profile smollm2.safetensors
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")):
+        sys.exit("sparge tune needs transformers and gguf: pip install 'sparge[demo]'.")
+    from sparge.tuning.command import Request, run_tune
+
+    try:
+        config = SparseConfig(rule=tuple(rule)) if rule else SparseConfig()
+        request = Request(file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, config)
+        outcome = run_tune(request, as_json)
+    except (RuntimeError, OSError, ValueError) as error:
+        sys.exit(f"sparge tune: {error}")
+    raise typer.Exit(outcome)
+
+
+@app.command()
+def profile(
+    file: Annotated[Path, typer.Argument(help="A profile.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show a profile: model, bounds, and what was found for each layer.
+
+    Example: sparge profile smollm2.safetensors
+    """
+    from sparge.tuning.command import show
+
+    try:
+        show(file, as_json)
+    except ValueError as error:
+        sys.exit(f"sparge profile: {error}")
+
+
 def _version(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None

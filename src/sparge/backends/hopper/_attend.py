@@ -168,7 +168,7 @@ def tile_of(ticket, count, masked, p):
 def lengths_of(ticket, p):
     """How many blocks a tile lists, and how many of them, the first ones, need masks: lists descend."""
     PER_STEP: gl.constexpr = 128 // p.BK
-    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # visible entries that may cut the diagonal or the end
+    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # entries that may cut the diagonal or the end; all are visible
     _, _, slot = list_of(ticket, p)
     count = gl.load(p.COUNTS + slot)
     masked = count
@@ -180,9 +180,6 @@ def lengths_of(ticket, p):
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
-        if masked == LEADING:  # a mask of the caller's own may list blocks that no row sees
-            while gl.load(lists + gl.minimum(masked, count - 1), mask=masked < count, other=-1) >= last_free:
-                masked += 1
         masked += (count - masked) % PER_STEP
     return count, masked
 

@@ -67,8 +67,10 @@ class HopperBackend(TritonBackend):
         return None
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+        batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
         with on_device(blocks.inputs.query):
-            return _attend(blocks, mask)
+            # The kernel masks few blocks of a list: none may be there that no row sees. The pipeline's masks hold none.
+            return _attend(blocks, mask if mask.visible is sight else mask.cut_to(sight, batch))
 
 
 @functools.cache

@@ -1,0 +1,312 @@
+"""tune(): a model, a few inputs and a bound on the error -> a Profile."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.config import SparseConfig
+from sparge.inputs import prepare_inputs, restore
+from sparge.profile import LayerProfile, Profile, check_name
+from sparge.tuning.choose import within_bound, within_budget
+from sparge.tuning.journal import Journal, digest, pack, unpack
+from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, settings_at, with_settings
+from sparge.tuning.measure import Measurement, exact_output, measure
+from sparge.tuning.subjects import Loss, Subject, sensitivity, subject_of
+
+SPENDS = ("model", "head")
+Settings = dict[str, Any]
+Plan = Callable[[str, int], list[Settings]]  # (layer, heads) -> the settings to try, each a vector per head
+OnStep = Callable[[str, str], None]  # (stage, layer or "")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of one layer: the settings tried, and how they did on all inputs."""
+
+    tried: list[Settings]
+    measured: Measurement
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search: what it runs, on what, and how it measures."""
+
+    subject: Subject
+    inputs: list[Any]
+    base: SparseConfig
+    share: float
+    seed: int
+    journal: Journal
+    on_step: OnStep
+
+
+def tune(
+    model: Any,
+    inputs: Sequence[Any],
+    *,
+    l1: float = 0.02,
+    l2: float | None = None,
+    spend: str = "model",
+    config: SparseConfig | None = None,
+    loss: Loss | None = None,
+    name: str | None = None,
+    share: float = 0.25,
+    seed: int = 0,
+    journal: str | Path | None = None,
+    on_step: OnStep | None = None,
+) -> Profile:
+    """Search settings per layer and head that skip as many blocks as an error bound allows.
+
+    model    a causal language model of transformers, or a function run(item, attend) that runs a model on one input
+             and computes each attention layer as attend(layer_name, query, key, value, is_causal=..., ...), which
+             takes the arguments of sparge.attention and returns exact attention
+    inputs   a handful, each as long as those to come; for a model of transformers token ids [batch, tokens]
+    l1       bound on the relative L1 of each head's output, over all inputs; l2 (more than l1) is that with the
+             second stage, pv_threshold, which is left as it is without l2
+    spend    "head": every head may err by l1, as in the paper. "model": the squared error that these settings add up
+             to is one budget for the model, spent where it saves most blocks. Heads are weighted by the gradient of
+             the loss where one is known (models of transformers, or `loss`), else by the size of the layer's output
+    config   what is tuned: its rules' settings are the starting point, everything else stays as it is
+    loss     loss(item, attend) -> scalar, for a function
+    share    of query blocks on which errors are measured; blocks are counted on all
+    journal  file that keeps what was measured: the same search goes on from it
+    on_step  called as on_step(stage, layer) whenever a layer has been measured
+
+    One layer's Q, K and V of one input are in memory at a time. The model runs on each input two or three times, and
+    only settings that were measured are returned.
+    """
+    base = _checked(l1, l2, spend, config, share, inputs)
+    subject = subject_of(model, name, loss)
+    try:
+        job = {
+            "model": subject.name, "inputs": digest(inputs), "config": base.encoded, "share": share, "seed": seed,
+            "versions": _versions(),
+        }  # fmt: skip
+        place = None if journal is None else Path(journal)
+        search = Search(subject, list(inputs), base, share, seed, Journal(place, job), on_step or (lambda *_: None))
+        return _search(search, l1, l2, spend == "model")
+    finally:
+        subject.close()
+
+
+def _search(search: Search, l1: float, l2: float | None, by_model: bool) -> Profile:
+    spending = Spending(by_model, _weights(search) if by_model else None)
+    layers = _survey(search, "coarse", lambda _, heads: _settings(search.base, _rungs(heads)))
+    budget = spending.budget(layers, l1)
+    nearest = {
+        name: _rungs(len(picked)).gather(0, picked[None])[0]
+        for name, picked in spending.choose(layers, l1, budget).items()
+    }
+    around = {name: [strictness + step for step in FINE] for name, strictness in nearest.items()}
+    more = _survey(search, "fine", lambda name, _: _settings(search.base, around[name]))
+    layers = {name: _joined(layers[name], found) for name, found in more.items()}
+    chosen = spending.choose(layers, l1, budget)
+    bounds = {"l1": l1}
+    if l2 is not None:
+        layers = _second_stage(search, layers, chosen)
+        chosen = spending.choose(layers, l2, budget * (l2 / l1) ** 2, products=True)
+        bounds["l2"] = l2
+    return _profile(search, layers, chosen, bounds)
+
+
+def _rungs(heads: int) -> Tensor:
+    return torch.tensor(COARSE, dtype=torch.float64)[:, None].expand(-1, heads)
+
+
+def _settings(base: SparseConfig, rungs: Iterable[Tensor]) -> list[Settings]:
+    return [settings_at(base, strictness) for strictness in rungs]
+
+
+def _second_stage(search: Search, layers: dict[str, Layer], chosen: dict[str, Tensor]) -> dict[str, Layer]:
+    """The chosen settings again, without and with the second stage."""
+    first = {name: _picked(layer.tried, chosen[name]) for name, layer in layers.items()}
+
+    def plan(layer: str, heads: int) -> list[Settings]:
+        return [{**first[layer], "pv_threshold": (value,) * heads} for value in (PV_OFF, *PV_THRESHOLDS)]
+
+    return _survey(search, "second stage", plan)
+
+
+# ---- measuring
+
+
+def _survey(search: Search, stage: str, plan: Plan) -> dict[str, Layer]:
+    """Every layer on every input under the plan's settings; an input that the journal holds whole is not run."""
+    layers: dict[str, Layer] = {}
+    for index, item in enumerate(search.inputs):
+        known_calls = _calls(search, index, plan)
+        if all(key in search.journal.records for key, _, _ in known_calls):
+            for _, name, _ in known_calls:
+                search.on_step(stage, name)
+        else:
+            with torch.no_grad():
+                _run_measured(search, stage, index, item, plan)
+        for key, name, heads in _calls(search, index, plan):
+            found, known = unpack(search.journal.records[key], key), layers.get(name)
+            if known is None:
+                layers[name] = Layer(plan(name, heads), found)
+            else:
+                layers[name] = replace(known, measured=known.measured + found)
+    return layers
+
+
+def _calls(search: Search, index: int, plan: Plan) -> list[tuple[str, str, int]]:
+    """Journal key, layer and heads of every attention call on an input; before its first run, one key of no record."""
+    known = search.journal.records.get(f"calls/{index}")
+    if known is None:
+        return [(f"calls/{index}", "", 0)]
+    counted: Counter[str] = Counter()
+    calls = []
+    for name, heads in known:
+        calls.append((_record(index, name, counted[name], plan(name, heads)), name, heads))
+        counted[name] += 1
+    return calls
+
+
+def _record(index: int, layer: str, call: int, tried: list[Settings]) -> str:
+    """The settings are part of the key: a search with another bound finds what it shares with this one."""
+    return f"{index}/{layer}/{call}/{hashlib.sha256(json.dumps(tried).encode()).hexdigest()[:16]}"
+
+
+def _run_measured(search: Search, stage: str, index: int, item: Any, plan: Plan) -> None:
+    """One input through the model: each layer is measured when it is called, then its Q, K and V are let go."""
+    journal = search.journal
+    counted: Counter[str] = Counter()
+    calls: list[tuple[str, int]] = []
+
+    def attend(layer: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        check_name(layer)  # now, not when the profile is made
+        with torch.autocast(query.device.type, enabled=False):
+            inputs = prepare_inputs(query, key, value, **arguments)
+            exact, heads = exact_output(inputs), inputs.query.shape[1]
+            if not exact.isfinite().all():
+                raise ValueError(f"layer {layer!r} gives numbers that are not finite on input {index}: not tuned.")
+            tried = plan(layer, heads)
+            record = _record(index, layer, counted[layer], tried)
+            if record not in journal.records:
+                candidates = [with_settings(search.base, one) for one in tried]
+                journal.add(record, pack(measure(inputs, exact, candidates, search.share, search.seed + index)))
+        counted[layer] += 1
+        calls.append((layer, heads))
+        search.on_step(stage, layer)
+        return restore(exact, inputs.layout)
+
+    search.subject.run(item, attend)
+    if not calls:
+        raise ValueError("the model computed no attention by `attend`: there is nothing to tune.")
+    journal.add(f"calls/{index}", calls)
+
+
+def _weights(search: Search) -> dict[str, Tensor] | None:
+    """Per layer float64 [heads], from the loss; None without one."""
+    if search.subject.loss is None:
+        return None
+    known = search.journal.records.get("weights")
+    if known is None:
+        found = sensitivity(search.subject.loss, search.inputs, lambda: search.on_step("weighing heads", ""))
+        known = {name: weight.tolist() for name, weight in found.items()}
+        search.journal.add("weights", known)
+    return {name: torch.tensor(weight, dtype=torch.float64) for name, weight in known.items()}
+
+
+# ---- choosing
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Who may err: every head by the bound, or the model by one budget, its heads weighted if weights are known."""
+
+    by_model: bool
+    weights: dict[str, Tensor] | None = None
+
+    def choose(
+        self, layers: dict[str, Layer], bound: float, budget: float, products: bool = False
+    ) -> dict[str, Tensor]:
+        """The candidate of each head, int64 [heads] per layer. Work is blocks, or the products of the second stage."""
+        work = {name: getattr(one.measured, "products" if products else "executed") for name, one in layers.items()}
+        if not self.by_model:
+            return {name: within_bound(work[name], one.measured.relative_l1, bound) for name, one in layers.items()}
+        damage = [self._damage(name, one.measured) for name, one in layers.items()]
+        chosen = within_budget(torch.cat(list(work.values()), 1), torch.cat(damage, 1), budget)
+        return dict(zip(layers, chosen.split([part.shape[1] for part in damage]), strict=True))
+
+    def budget(self, layers: dict[str, Layer], bound: float) -> float:
+        """What the model suffers where every head errs as much as the bound allows.
+
+        Candidates stop short of the bound; damage grows with the square of the error.
+        """
+        total = 0.0
+        for name, one in layers.items():
+            error = one.measured.relative_l1
+            chosen = within_bound(one.measured.executed, error, bound)[None]
+            short = (bound / error.gather(0, chosen)).clamp(min=1).nan_to_num(posinf=1.0)  # inf: no error at all
+            total += float((self._damage(name, one.measured).gather(0, chosen) * short.square()).sum())
+        return total
+
+    def _damage(self, layer: str, measured: Measurement) -> Tensor:
+        """What each candidate does to the model, [candidates, heads], comparable between layers."""
+        if self.weights is None:
+            return measured.squared_error / measured.squared.sum().clamp(min=torch.finfo(torch.float64).tiny)
+        return measured.squared_error * self.weights[layer]
+
+
+def _joined(one: Layer, other: Layer) -> Layer:
+    return Layer(one.tried + other.tried, one.measured.joined(other.measured))
+
+
+def _picked(tried: list[Settings], chosen: Tensor) -> Settings:
+    """Each head's own candidate, as one vector per setting."""
+    return {name: tuple(tried[index][name][head] for head, index in enumerate(chosen.tolist())) for name in tried[0]}
+
+
+# ---- the result
+
+
+def _profile(search: Search, layers: dict[str, Layer], chosen: dict[str, Tensor], bounds: dict[str, float]) -> Profile:
+    made = {}
+    for name, layer in layers.items():
+        measured, picked = layer.measured, chosen[name][None]
+        executed = (measured.executed / measured.visible.clamp(min=1)).gather(0, picked)[0]
+        error = measured.relative_l1.gather(0, picked)[0]
+        made[name] = LayerProfile(_picked(layer.tried, chosen[name]), tuple(executed.tolist()), tuple(error.tolist()))
+    count = sum(float(layer.measured.visible.sum()) for layer in layers.values())
+    done = sum(float(layers[name].measured.executed.gather(0, chosen[name][None]).sum()) for name in layers)
+    metrics = {**bounds, "executed": done / max(1.0, count), "inputs": float(len(search.inputs)), "share": search.share}
+    return Profile(search.subject.name, search.base, made, metrics, _versions())
+
+
+def _versions() -> dict[str, str]:
+    from sparge import __version__
+
+    return {"sparge": __version__, "torch": torch.__version__}
+
+
+def _checked(
+    l1: float, l2: float | None, spend: str, config: SparseConfig | None, share: float, inputs: Sequence[Any]
+) -> SparseConfig:
+    for name, bound in (("l1", l1), ("l2", l2)):
+        if bound is not None and not 0 < bound < 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {bound!r}.")
+    if l2 is not None and l2 <= l1:
+        raise ValueError(f"l2={l2} must be more than l1={l1}: it is the error of both stages together.")
+    if spend not in SPENDS:
+        raise ValueError(f"spend must be one of {SPENDS}, not {spend!r}.")
+    if not 0 < share <= 1:
+        raise ValueError(f"share must lie above 0 and up to 1, not {share!r}.")
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence) or not inputs:
+        raise TypeError("inputs must be a list or tuple of at least one input.")
+    if config is not None and not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a sparge.SparseConfig, not {type(config).__name__}.")
+    config = config or SparseConfig()
+    if l2 is not None and config.pv_threshold is not None:
+        raise ValueError("l2 searches pv_threshold, and config sets it: leave one of them out.")
+    return config

@@ -1,0 +1,166 @@
+"""What can be tuned: a function that runs a model, or a causal language model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparge.inputs import prepare_inputs
+from sparge.visibility import Visibility
+
+Attend = Callable[..., Tensor]  # attend(layer name, query, key, value, **arguments of sparge.attention) -> output
+Loss = Callable[[Any, Attend], Tensor]
+LOSS_TOKENS = 2048  # a gradient needs every layer's activations: this much of each input is enough to weigh heads
+
+
+class Subject(Protocol):
+    """Something that runs attention layers by name."""
+
+    name: str
+    loss: Loss | None  # a scalar that depends on every layer's output, differentiably; None: not known
+
+    def run(self, item: Any, attend: Attend) -> None:
+        """One input through the model, every attention layer computed by `attend`."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
+def subject_of(model: Any, name: str | None, loss: Loss | None) -> Subject:
+    if hasattr(model, "set_attn_implementation") and hasattr(model, "config"):
+        return TransformersSubject(model, name, loss)
+    if isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is no model of transformers: pass a function run(item, attend) that runs it "
+            "and computes each attention layer as attend(layer_name, query, key, value, ...)."
+        )
+    if not callable(model):
+        raise TypeError(f"tune takes a model of transformers or a function run(item, attend), not {model!r}.")
+    return FunctionSubject(model, name, loss)
+
+
+class FunctionSubject:
+    """The caller's own function run(item, attend)."""
+
+    def __init__(self, function: Callable[[Any, Attend], Any], name: str | None, loss: Loss | None) -> None:
+        self.function, self.loss = function, loss
+        self.name: str = name or str(getattr(function, "__name__", type(function).__name__))
+
+    def run(self, item: Any, attend: Attend) -> None:
+        self.function(item, attend)
+
+    def close(self) -> None:
+        pass
+
+
+class TransformersSubject:
+    """A causal language model; inputs are token ids [batch, tokens] without padding, layers go by module name."""
+
+    def __init__(self, model: Any, name: str | None, loss: Loss | None) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.model = model
+        self.name = name or getattr(model.config, "name_or_path", "") or type(model).__name__
+        self.loss: Loss | None = loss or self._next_token_loss
+        self.layers = {id(module): layer for layer, module in model.named_modules()}
+        self.attend: Attend | None = None
+        self.before = model.config._attn_implementation
+        AttentionInterface.register("sparge_tune", self._attention)
+        AttentionMaskInterface.register("sparge_tune", lambda *_, **__: None)
+        model.set_attn_implementation("sparge_tune")
+
+    def run(self, item: Any, attend: Attend) -> None:
+        _check_ids(item)
+        with self._using(attend):
+            self.model.base_model(item, use_cache=False)
+
+    def close(self) -> None:
+        self.model.set_attn_implementation(self.before)
+        self.model = None  # transformers remembers the function, and with it this object, for ever
+
+    def _next_token_loss(self, item: Any, attend: Attend) -> Tensor:
+        _check_ids(item)
+        few = item[:, :LOSS_TOKENS]
+        with self._using(attend):
+            logits = self.model(few, use_cache=False).logits
+        loss: Tensor = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), few[:, 1:].flatten())
+        return loss
+
+    @contextmanager
+    def _using(self, attend: Attend) -> Iterator[None]:
+        self.attend = attend
+        try:
+            yield
+        finally:
+            self.attend = None
+
+    def _attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **more: Any
+    ) -> tuple[Tensor, None]:
+        assert mask is None, "a whole prefill without padding has no mask but the causal one"
+        assert self.attend is not None
+        if more.get("softcap") is not None:
+            raise ValueError(f"{type(module).__name__} caps its scores, which sparge does not do: it cannot be tuned.")
+        width = more.get("sliding_window")
+        window = None if width is None else (width - 1, 0)
+        output = self.attend(
+            self.layers[id(module)], query, key, value, is_causal=True, scale=scaling, enable_gqa=True, window=window
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+
+def _check_ids(item: Any) -> None:
+    if not isinstance(item, Tensor) or item.dim() != 2 or item.is_floating_point():
+        raise TypeError("an input of a language model must be a tensor of token ids [batch, tokens].")
+
+
+# ---- how much the loss depends on each head
+
+
+def sensitivity(loss: Loss, inputs: list[Any], on_input: Callable[[], None]) -> dict[str, Tensor]:
+    """Mean squared gradient of the loss by each head's output, per layer, float64 [heads].
+
+    An error in a head's output moves the loss by gradient times error. Errors have no favoured direction, so the
+    expected squared change is their mean square times this.
+    """
+    total: dict[str, Tensor] = {}
+    for item in inputs:
+        probes: list[tuple[str, Tensor]] = []
+
+        def attend(
+            layer: str, query: Tensor, key: Tensor, value: Tensor, probes: Any = probes, **arguments: Any
+        ) -> Tensor:
+            output = differentiable_attention(query, key, value, **arguments)
+            probe = torch.zeros_like(output, requires_grad=True)
+            heads_first = probe.transpose(1, 2) if arguments.get("layout") == "BSHD" else probe
+            probes.append((layer, heads_first))
+            return output + probe
+
+        with torch.enable_grad():
+            value = loss(item, attend)
+            gradients = torch.autograd.grad(value, [probe for _, probe in probes])
+        for (layer, _), gradient in zip(probes, gradients, strict=True):
+            energy = gradient.double().square().mean((0, 2, 3)).cpu()
+            total[layer] = total.get(layer, torch.zeros_like(energy)) + energy
+        on_input()
+    return total
+
+
+def differentiable_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+    """torch's attention with the arguments of sparge.attention."""
+    inputs = prepare_inputs(query.detach(), key.detach(), value.detach(), **arguments)
+    swapped = inputs.layout == "BSHD"
+    if swapped:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    sight = inputs.visibility
+    causal = Visibility(sight.q_len, sight.k_len, sight.device, right=0)
+    simple = sight == causal and sight.offset == 0  # torch's fast attention takes no mask
+    seen = None if simple else sight.pairs(range(sight.q_len), range(sight.k_len))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=simple, scale=inputs.scale, enable_gqa=inputs.group_size > 1
+    )
+    return output.transpose(1, 2) if swapped else output
