@@ -336,3 +336,15 @@ def test_sensitivity_is_the_mean_squared_gradient() -> None:
     pull = randn(9, *v.shape) * torch.tensor([1.0, 3.0])[:, None, None]
     found = sensitivity(lambda _, attend: (attend("a", q, k, v) * pull).sum(), [0, 1], lambda: None)
     torch.testing.assert_close(found["a"], 2 * pull.double().square().mean((0, 2, 3)))
+
+
+def test_sensitivity_does_not_depend_on_the_layout() -> None:
+    q, k, v = (randn(n, 1, 3, 40, 16) for n in range(3))
+    pull = randn(3, 1, 3, 40, 16)
+
+    def heads_last(_: object, attend: Any) -> torch.Tensor:
+        out = attend("a", *(x.transpose(1, 2) for x in (q, k, v)), layout="BSHD")
+        return (out.transpose(1, 2) * pull).sum()
+
+    want = sensitivity(lambda _, attend: (attend("a", q, k, v) * pull).sum(), [0], lambda: None)
+    torch.testing.assert_close(sensitivity(heads_last, [0], lambda: None)["a"], want["a"])

@@ -135,10 +135,10 @@ def sensitivity(loss: Loss, inputs: list[Any], on_input: Callable[[], None]) -> 
             layer: str, query: Tensor, key: Tensor, value: Tensor, probes: Any = probes, **arguments: Any
         ) -> Tensor:
             output = differentiable_attention(query, key, value, **arguments)
-            probe = torch.zeros_like(output, requires_grad=True)
-            heads_first = probe.transpose(1, 2) if arguments.get("layout") == "BSHD" else probe
-            probes.append((layer, heads_first))
-            return output + probe
+            swapped = arguments.get("layout") == "BSHD"
+            probe = torch.zeros_like(output.transpose(1, 2) if swapped else output, requires_grad=True)  # heads first
+            probes.append((layer, probe))
+            return output + (probe.transpose(1, 2) if swapped else probe)
 
         with torch.enable_grad():
             value = loss(item, attend)
