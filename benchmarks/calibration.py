@@ -72,12 +72,14 @@ def measure(texts: list[Path], tokens: int) -> list[Trial]:
     for path in texts:
         source, started = path.stem, time.perf_counter()
         ids = tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :tokens]
+        if ids.shape[1] < tokens:
+            raise SystemExit(f"{path} holds {ids.shape[1]} tokens, and {tokens} are asked for.")
         model.model(ids)
         print(f"{source}: {ids.shape[1]} tokens, {time.perf_counter() - started:.0f} s", flush=True)
     return found
 
 
-def failures(trials: list[Trial]) -> dict[str, dict[str, float]]:
+def failures(trials: list[Trial]) -> dict[str, dict[str, Any]]:
     """Per budget: trials that pass the check, that fail it unseen, and that would with the bare estimate."""
     table = {}
     for limit in BUDGETS:
@@ -88,6 +90,9 @@ def failures(trials: list[Trial]) -> dict[str, dict[str, float]]:
             "truly within": len(trials) - len(over),
             "over, unseen": sum(trial["bound"] <= limit for trial in over),
             "over, unseen by the bare estimate": sum(trial["error"] <= limit for trial in over),
+            "passed, by rule": {
+                name: sum(trial["bound"] <= limit for trial in trials if trial["rule"] == name) for name in RULES
+            },
         }
     return table
 

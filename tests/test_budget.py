@@ -175,6 +175,18 @@ def test_nothing_to_check_costs_nothing(monkeypatch):
     assert not stats.redone.any()
 
 
+def test_the_second_stage_is_checked_where_the_first_keeps_everything():
+    _, k, v = one_bad_head()
+    q = randn(9, 1, 2, 1, 32).expand(1, 2, LENGTH, 32) / 4  # all rows look everywhere alike, and have the same maxima
+    second = SparseConfig(rule="topk", topk=1.0, quantization="none", pv_threshold=-0.01)
+    out = sparge.attention(q, k, v, config=second)
+    worst = max(per_head_error(out, q, k, v))
+    assert worst > 0.1
+    out, stats = sparge.attention(q, k, v, config=replace(second, max_error=worst / 3), return_stats=True)
+    assert stats.redone.any()
+    assert max(per_head_error(out, q, k, v)) < worst / 3
+
+
 def test_a_head_that_is_not_finite_is_over():
     q, k, v = one_bad_head()
     v[0, 0, 70, 3] = torch.nan

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -20,13 +19,13 @@ from sparge.api import attention
 from sparge.bench.captured import Captured, read_captured
 from sparge.config import SparseConfig
 from sparge.ordering import ORDER_NAMES, token_order
+from sparge.progress import INTERRUPTED, progress_on
+from sparge.reference import GROUP
 
 DEFAULT = SparseConfig(quantization="none")
 PAPER = SparseConfig(rule="cdf", cdf=0.97, subblocks=(1, 1), quantization="none")
 SECOND_STAGE = -4.0
 TOKENS = 4096  # the oracle, which computes the number formats on a CPU, takes minutes for more
-GROUP = 64  # rows that the second stage decides for
-INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 
 Grid = tuple[int, int, int]
 
@@ -95,7 +94,7 @@ def variants(grid: Grid | None = None) -> list[Variant]:
     made += [Variant("sub-means per block", f"{n} x {n}", replace(DEFAULT, subblocks=(n, n))) for n in (1, 2, 4, 8)]
     made += [Variant("rule", f"cdf {x:g}", replace(PAPER, cdf=x)) for x in (0.9, 0.95, 0.98)]
     made += [Variant("rule", f"top-k {x:g}", replace(nothing, topk=x, subblocks=(1, 1))) for x in (0.5, 0.3, 0.2)]
-    made += [Variant("rule", f"gap {x:g}", replace(DEFAULT, rule="gap", gap=x, threshold=0.003)) for x in (3, 5, 7)]
+    made += [Variant("rule", f"gap {x:g}", replace(DEFAULT, rule="gap", gap=x)) for x in (3, 5, 7)]
     made.append(Variant("rule", "threshold .003 or gap 5", DEFAULT))
     blocks = ((64, 32), (64, 64), (128, 64), (128, 128), (192, 64), (256, 128))
     made += [Variant("block", f"{rows} x {keys}", replace(DEFAULT, block=(rows, keys))) for rows, keys in blocks]
@@ -153,10 +152,7 @@ def ablate(file: Path, tokens: int | None, grid: str | None, out: Path | None, a
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # before the work, not after
     chosen, console = variants(cells), Console(stderr=as_json)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_on(console) as progress:
         task = progress.add_task("dense attention", total=len(chosen))
         result = run(
             captured,

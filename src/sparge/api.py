@@ -106,7 +106,10 @@ def predict_mask(
     window: Window | None = None,
     layout: str = "BHSD",
 ) -> BlockMask:
-    """The mask that `attention` would use, alone (but for blocks kept because their values are not finite).
+    """The mask that `attention` would use, alone.
+
+    But for blocks kept because their values are not finite, and heads that max_error has computed anew: neither can be
+    known from Q and K.
 
     >>> q, k = torch.randn(2, 1, 4, 512, 64).unbind(0)
     >>> predict_mask(q, k, config=SparseConfig(rule="topk", topk=0.25, subblocks=(1, 1), sinks=0))

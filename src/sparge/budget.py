@@ -37,7 +37,8 @@ def enforce(output: Output, blocks: Blocks, backend: Backend, config: SparseConf
     """The output with every head over the budget computed anew, all of it; and what is estimated of the result."""
     inputs = blocks.inputs
     assert config.max_error is not None
-    if not backend.takes_masks or (config.keeps_everything and config.quantization == "none"):
+    kept = config.keeps_everything and config.pv_threshold is None and config.quantization == "none"
+    if kept or not backend.takes_masks:
         nothing = torch.zeros(inputs.query.shape[:2], device=inputs.query.device)
         return output, Verdict(nothing, nothing.bool())
     rows = sampled_rows(inputs.query.shape[2], inputs.query.device)

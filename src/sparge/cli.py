@@ -202,8 +202,8 @@ def tune(
 
       sparge profile smollm2.safetensors
     """
-    if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")):
-        sys.exit("sparge tune needs transformers and gguf: pip install 'sparge[demo]'.")
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")[: 1 if model else 2]):
+        sys.exit("sparge tune needs transformers, and gguf for SmolLM2: pip install 'sparge[demo]'.")
     from sparge.tuning.command import Request, run_tune
 
     try:

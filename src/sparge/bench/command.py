@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sparge.backends import BACKENDS
 from sparge.bench import report
@@ -20,9 +19,9 @@ from sparge.bench.problems import Settings
 from sparge.bench.results import Results, Row
 from sparge.bench.run import run
 from sparge.config import SparseConfig
+from sparge.progress import INTERRUPTED, progress_on
 
 GPU_HEADS, CPU_HEADS = 32, 4
-INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 
 
 class BadOptionError(Exception):
@@ -70,10 +69,7 @@ def run_plan(plan: Plan, out: Path | None, as_json: bool) -> int:
     if out is not None:
         _check_writable(out)  # before the work, not after
     console = Console(stderr=as_json)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_on(console) as progress:
         task = progress.add_task("starting", total=len(plan.cases))
 
         def before(case: Case) -> None:

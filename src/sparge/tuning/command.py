@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from sparge.config import SparseConfig
 from sparge.profile import Profile
+from sparge.progress import INTERRUPTED, progress_on
 from sparge.tuning.search import tune
-
-INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,9 @@ def run_tune(request: Request, as_json: bool) -> int:
     console = Console(stderr=as_json)
     request.out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after
     texts = _texts(request)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
     start = time.perf_counter()
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with progress_on(console) as progress:
             task = progress.add_task("loading the model", total=None)
             name, model, tokenizer = _load(request.model)
             longest = getattr(model.config, "max_position_embeddings", request.tokens)

@@ -293,6 +293,9 @@ def _versions() -> dict[str, str]:
 def _checked(
     l1: float, l2: float | None, spend: str, config: SparseConfig | None, share: float, inputs: Sequence[Any]
 ) -> SparseConfig:
+    for name, bound in (("l1", l1), ("l2", l2), ("share", share)):
+        if isinstance(bound, bool) or not isinstance(bound, (int, float, type(None))):
+            raise TypeError(f"{name} must be a number, not {bound!r}.")
     for name, bound in (("l1", l1), ("l2", l2)):
         if bound is not None and not 0 < bound < 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {bound!r}.")
@@ -307,6 +310,10 @@ def _checked(
     if config is not None and not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a sparge.SparseConfig, not {type(config).__name__}.")
     config = config or SparseConfig()
+    if config.max_error is not None:
+        raise ValueError(
+            "max_error is checked in each call, not searched for: leave it out, and add it to what is found."
+        )
     if l2 is not None and config.pv_threshold is not None:
         raise ValueError("l2 searches pv_threshold, and config sets it: leave one of them out.")
     return config
