@@ -162,9 +162,10 @@ def test_other_functions_refuse_to_be_traced():
         make_fx(lambda q, k, v: sparge.block_sparse_attention(q, k, v, mask))(q, k, v)
 
 
-def test_the_operator_is_well_formed():
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_operator_is_well_formed(return_lse):
     q, k, v = tensors(q_len=100, dim=32)
-    arguments = (q, k, v, None, True, None, False, -1, -1, "BHSD", SPARSE.encoded)
+    arguments = (q, k, v, None, True, None, False, -1, -1, "BHSD", SPARSE.encoded, return_lse)
     torch.library.opcheck(torch.ops.sparge.attention.default, arguments)
 
 

@@ -56,7 +56,9 @@ def attention(
     (torch.Size([1, 8, 1024, 64]), torch.Size([1, 8]))
     """
     if _is_traced() and dropout_p == 0.0:
-        traced = traced_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, config, window, layout)
+        traced = traced_attention(
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, config, window, layout, return_lse
+        )
         return _chosen(traced, return_lse, return_stats)
     inputs = prepare_inputs(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse

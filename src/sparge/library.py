@@ -37,17 +37,19 @@ def attention_op(
     right: int,
     layout: str,
     config: str,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, LSE, executed, visible, skipped_pv; error and redone, which are empty without max_error."""
+    """Output, LSE, executed, visible, skipped_pv, error, redone; what is not asked for is empty."""
     from sparge.api import attention
 
-    output, lse, stats = attention(
+    output, *lses, stats = attention(
         query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
-        config=_decode(config), window=(left, right), layout=layout, return_lse=True, return_stats=True,
+        config=_decode(config), window=(left, right), layout=layout, return_lse=return_lse, return_stats=True,
     )  # fmt: skip
+    lse = lses[0] if lses else query.new_empty(0, dtype=torch.float32)
     error, redone = stats.error, stats.redone
     if error is None or redone is None:
-        error, redone = lse.new_empty(0), lse.new_empty(0, dtype=torch.bool)
+        error, redone = query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.bool)
     return output, lse, stats.executed.clone(), stats.visible.clone(), stats.skipped_pv, error, redone
 
 
@@ -64,11 +66,12 @@ def _(
     right: int,
     layout: str,
     config: str,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, first, second, _ = query.shape
     heads, length = (first, second) if layout == "BHSD" else (second, first)
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    lse = query.new_empty(batch, heads, length, dtype=torch.float32)
+    lse = query.new_empty((batch, heads, length) if return_lse else (0,), dtype=torch.float32)
     counts = [query.new_empty(batch, heads, dtype=torch.int64) for _ in range(3)]
     judged = (0,) if _decode(config).max_error is None else (batch, heads)
     error, redone = query.new_empty(judged, dtype=torch.float32), query.new_empty(judged, dtype=torch.bool)
@@ -86,13 +89,14 @@ def traced_attention(
     config: SparseConfig | None,
     window: Window | None,
     layout: str,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Stats]:
     """What `attention` does while torch.compile traces it."""
     sides = (NO_LIMIT, NO_LIMIT) if window is None else window
     left, right = (NO_LIMIT if side is None else side for side in sides)
     encoded = "{}" if config is None else config.encoded
     results: Any = attention_op(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, left, right, layout, encoded
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, left, right, layout, encoded, return_lse
     )
     output, lse, executed, visible, skipped_pv, error, redone = results
     unknown = "chosen when the compiled code runs"

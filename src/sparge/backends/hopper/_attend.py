@@ -9,6 +9,8 @@ The softmax lives in base 2, with every scale folded into the exponent's argumen
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
 nothing. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities should be
 divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
+
+Where registers allow it, values are multiplied one step late, while the exponentials of the next are taken.
 """
 
 from triton.experimental import gluon
@@ -29,7 +31,7 @@ UNIT = gl.constexpr(64)  # keys that share a scale
 P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
 HIDDEN = gl.constexpr(-0x7FFFFF00)  # below every sum of products
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
-PROMOTE = gl.constexpr(8)  # steps whose sums stay in the tensor core
+PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 HALF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -95,25 +97,41 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]
-    scales: gl.shared_memory_descriptor  # [2 STAGES, 64]: of a stage's two units, once per row
-    orders: gl.shared_memory_descriptor  # [2 * 3, 32]: a tile's ticket, how many blocks it lists, how many are masked
-    slots: gl.shared_memory_descriptor  # [2, 32]: 0, 1
+    ticket: gl.shared_memory_descriptor  # [2, 1]
+    slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    order_full: gl.shared_memory_descriptor
-    order_empty: gl.shared_memory_descriptor
+    ticket_full: gl.shared_memory_descriptor
+    ticket_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ones, exact, scales, orders, slots,
-        q_full, q_empty, full, empty, order_full, order_empty,
+        self, q, k, v, ones, exact, ticket, slots,
+        q_full, q_empty, full, empty, ticket_full, ticket_empty,
     ):  # fmt: skip
-        self.q, self.k, self.v, self.ones, self.exact, self.scales = q, k, v, ones, exact, scales
-        self.orders, self.slots = orders, slots
+        self.q, self.k, self.v, self.ones, self.exact, self.ticket, self.slots = q, k, v, ones, exact, ticket, slots
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
-        self.order_full, self.order_empty = order_full, order_empty
+        self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
+
+
+@gluon.jit
+def word_of(x, slot, WARPS: gl.constexpr):
+    """The number in a slot of shared memory, in every thread."""
+    return gl.max(x.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def set_word(x, slot, value, WARPS: gl.constexpr):
+    x.index(slot).store(gl.full([1], 0, x.dtype, gl.BlockedLayout([1], [32], [WARPS], [0])) + value)
+
+
+@gluon.jit
+def ring(c, p):
+    """The stage of the program's c-th step, and the parity of the turn that the stage takes."""
+    LOG: gl.constexpr = p.STAGES // 2  # of 2 or 4
+    return c & (p.STAGES - 1), (c >> LOG) & 1
 
 
 @gluon.jit
@@ -143,122 +161,98 @@ class Tile:
 
 
 @gluon.jit
-def list_of(ticket, p):
-    """Which list a tile follows, and the tile's number inside its head, heavy causal rows first."""
+def tile_of(ticket, p):
     PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
+    PER_STEP: gl.constexpr = 128 // p.BK
+    LEADING: gl.constexpr = p.BQ // p.BK + 2  # entries that may cut the diagonal or the end; all are visible
     per_head = p.q_blocks * PER_BLOCK
     bh = ticket // per_head
-    inside = per_head - 1 - ticket % per_head
-    return bh, inside, (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
-
-
-@gluon.jit
-def tile_of(ticket, count, masked, p):
-    PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
-    PER_STEP: gl.constexpr = 128 // p.BK
-    bh, inside, slot = list_of(ticket, p)
-    masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
+    inside = per_head - 1 - ticket % per_head  # heavy causal rows first
+    slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
     first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
-    steps = masked_steps + (count - masked) // PER_STEP
-    return Tile(bh, kv, first_row, p.LISTS + slot * p.k_blocks, masked, masked_steps, steps)
-
-
-@gluon.jit
-def lengths_of(ticket, p):
-    """How many blocks a tile lists, and how many of them, the first ones, need masks: lists descend."""
-    PER_STEP: gl.constexpr = 128 // p.BK
-    LEADING: gl.constexpr = 64 * p.WGS // p.BK + 2  # entries that may cut the diagonal or the end; all are visible
-    _, _, slot = list_of(ticket, p)
     count = gl.load(p.COUNTS + slot)
+    lists = p.LISTS + slot * p.k_blocks
     masked = count
     if not p.MASK_ALL:
-        first_row = tile_of(ticket, count, count, p).first_row
-        lists = p.LISTS + slot * p.k_blocks
         last_free = gl.maximum(gl.minimum(p.k_len, first_row + (p.k_len - p.q_len) + p.right + 1), 0) // p.BK
         masked = count * 0
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
         masked += (count - masked) % PER_STEP
-    return count, masked
+    masked_steps = (masked + PER_STEP - 1) // PER_STEP
+    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
+    return Tile(bh, kv, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
 
 @aggregate
-class Keys:
-    """Where a step's two units of 64 keys begin. The second may not be real: an odd masked list repeats its last."""
+class Step:
+    """Two units of 64 keys: where they begin, and their scales. The second may not be real."""
 
-    a: gl.tensor
-    b: gl.tensor
+    a_key: gl.tensor
+    b_key: gl.tensor
     b_real: gl.tensor
+    a_scale: gl.tensor
+    b_scale: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, a, b, b_real):
-        self.a, self.b, self.b_real = a, b, b_real
+    def __init__(self, a_key, b_key, b_real, a_scale, b_scale):
+        self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
+        self.a_scale, self.b_scale = a_scale, b_scale
 
 
 @gluon.jit
-def keys_of(t, step, BK: gl.constexpr):
+def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
+    """Where a step's two units begin; the second of an odd masked list repeats the first: not real."""
     b_real = step >= 0
     if BK == 128:
-        a = gl.load(t.lists + step) * BK
-        b = a + UNIT
+        a_key = gl.load(t.lists + step) * BK
+        b_key = a_key + UNIT
+    elif MASK:
+        b_real = 2 * step + 1 < t.masked
+        a_key = gl.load(t.lists + 2 * step) * BK
+        b_key = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
     else:
-        free = 2 * (step - t.masked_steps)
-        first = gl.where(free < 0, 2 * step, t.masked + free)
-        b_real = (free >= 0) | (first + 1 < t.masked)
-        a = gl.load(t.lists + first) * BK
-        b = gl.load(t.lists + gl.where(b_real, first + 1, first)) * BK
-    return Keys(a, b, b_real)
+        pair = t.lists + t.masked + 2 * (step - t.masked_steps)
+        a_key = gl.load(pair) * BK
+        b_key = gl.load(pair + 1) * BK
+    return a_key, b_key, b_real
+
+
+@gluon.jit
+def step_of(t, step, p, MASK: gl.constexpr):
+    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
+    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
+    a_scale = gl.load(scales + a_key // UNIT)
+    b_scale = gl.load(scales + b_key // UNIT)
+    if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
+        a_scale = gl.where(a_scale == 0, 1.0, a_scale)
+        b_scale = gl.where(b_scale == 0, 1.0, b_scale)
+    return Step(a_key, b_key, b_real, a_scale, b_scale)
 
 
 # ---- the producer
 
 
 @gluon.jit
-def tell(order, value, s):
-    s.orders.index(order).store(gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+def hand_out(ticket, turn, s):
+    """Tell every consumer which tile is next."""
+    mbarrier.wait(s.ticket_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    set_word(s.ticket, turn & 1, ticket, 1)
+    mbarrier.arrive(s.ticket_full.index(turn & 1), count=1)
 
 
 @gluon.jit
-def hand_out(ticket, count, masked, turn, s):
-    """Tell every consumer which tile is next, so that none has to look it up."""
-    slot = turn & 1
-    mbarrier.wait(s.order_empty.index(slot), ((turn >> 1) & 1) ^ 1)
-    tell(3 * slot, ticket, s)
-    tell(3 * slot + 1, count, s)
-    tell(3 * slot + 2, masked, s)
-    mbarrier.arrive(s.order_full.index(slot), count=1)
-
-
-@gluon.jit
-def scale_of(kv, key, p):
-    """Of a unit; keys of scale 0 are 0 at any scale, but what hides them must stay below every score."""
-    scale = gl.load(p.K_SCALE + kv * (p.padded // UNIT) + key // UNIT)
-    return gl.where(scale == 0, 1.0, scale)
-
-
-@gluon.jit
-def load_step(k_boxes, v_boxes, c, kv, keys, p, s):
-    """K, V and scales of two units of 64 keys, into a stage that every consumer has left."""
-    once_per_row: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    stage = c % p.STAGES
-    a_scale = gl.full([ROWS], 0.0, gl.float32, once_per_row) + scale_of(kv, keys.a, p)
-    b_scale = gl.full([ROWS], 0.0, gl.float32, once_per_row) + scale_of(kv, keys.b, p)
+def load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s):
+    """K and V of two units of 64 keys, into a stage that every consumer has left."""
+    stage, parity = ring(c, p)
     full = s.full.index(stage)
-    mbarrier.wait(s.empty.index(stage), ((c // p.STAGES) & 1) ^ 1)
-    s.scales.index(2 * stage).store(a_scale)
-    s.scales.index(2 * stage + 1).store(b_scale)
+    mbarrier.wait(s.empty.index(stage), parity ^ 1)
     mbarrier.expect(full, 2 * UNIT * (p.D + p.DVP))
-    load_box(k_boxes, [kv * p.padded + keys.a, 0], full, s.k.index(stage).slice(0, UNIT))
-    load_box(k_boxes, [kv * p.padded + keys.b, 0], full, s.k.index(stage).slice(UNIT, UNIT))
-    load_box(v_boxes, [kv * p.DVP, keys.a], full, s.v.index(2 * stage))
-    load_box(v_boxes, [kv * p.DVP, keys.b], full, s.v.index(2 * stage + 1))
-
-
-@gluon.jit
-def next_ticket(p):
-    return gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
+    load_box(k_boxes, [kv * p.padded + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
+    load_box(k_boxes, [kv * p.padded + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
+    load_box(v_boxes, [kv * p.DVP, a_key], full, s.v.index(2 * stage))
+    load_box(v_boxes, [kv * p.DVP, b_key], full, s.v.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -267,50 +261,35 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
     turn = 0
     tile = gl.program_id(0)
     while tile < p.tiles:
-        count, masked = lengths_of(tile, p)
-        t = tile_of(tile, count, masked, p)
-        hand_out(tile, count, masked, turn, s)
+        hand_out(tile, turn, s)
+        t = tile_of(tile, p)
         full = s.q_full.index(turn & 1)
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
             load_box(q_boxes, [t.bh * p.q_len + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
-        following = tile
-        for step in range(t.steps):
-            if step == t.steps - 1:  # late, so that the tiles go round evenly; not later, for it takes its time
-                following = next_ticket(p)
-            load_step(k_boxes, v_boxes, c + step, t.kv, keys_of(t, step, p.BK), p, s)
-        if t.steps == 0:
-            following = next_ticket(p)
-        c += t.steps
+        for step in range(t.masked_steps):
+            a_key, b_key, _ = keys_of(t, step, p.BK, True)
+            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
+            c += 1
+        for step in range(t.masked_steps, t.steps):
+            a_key, b_key, _ = keys_of(t, step, p.BK, False)
+            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
+            c += 1
         turn += 1
-        tile = following
-    hand_out(END, 0, 0, turn, s)
+        tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
+    hand_out(END, turn, s)
 
 
 # ---- the consumers
 
 
 @gluon.jit
-def told(order, s):
-    return gl.max(s.orders.index(order).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def next_tile(turn, s):
-    slot = turn & 1
-    mbarrier.wait(s.order_full.index(slot), (turn >> 1) & 1)
-    ticket = told(3 * slot, s)
-    count = told(3 * slot + 1, s)
-    masked = told(3 * slot + 2, s)
-    mbarrier.arrive(s.order_empty.index(slot), count=1)
-    return ticket, count, masked
-
-
-@gluon.jit
-def by_way_of_memory(slot, s):
-    """slot, but the compiler cannot know."""
-    return gl.max(s.slots.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
+    tile = word_of(s.ticket, turn & 1, 4)
+    mbarrier.arrive(s.ticket_empty.index(turn & 1), count=1)
+    return tile
 
 
 @gluon.jit
@@ -362,10 +341,10 @@ def probabilities(raw, factor, shift):
 
 
 @gluon.jit
-def as_operand(x, LAYOUT: gl.constexpr):
-    """e4m3, tokens relabelled inside each sixteen as V is stored; no data moves between threads."""
-    x8 = x.to(gl.float8e4nv).reshape([ROWS, UNIT // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, UNIT])
-    return gl.convert_layout(x8, LAYOUT, assert_trivial=True)
+def relabelled(x, LAYOUT: gl.constexpr):
+    """An operand, its tokens relabelled inside each sixteen as V is stored; no data moves between threads."""
+    x = x.reshape([ROWS, UNIT // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, UNIT])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -376,12 +355,14 @@ def start_scores(q, stage, s):
 
 
 @gluon.jit
-def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
-    """The rows' best after two units, and what shrinks all before."""
+def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
+    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
     best_now = gl.where(top > best + SLACK, top, best)
-    return best_now, gl.exp2(best - best_now)
+    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
+    b_p = probabilities(b, b_factor, best_now - P_SHIFT)
+    return a_p, b_p, best_now, gl.exp2(best - best_now)
 
 
 @gluon.constexpr_function
@@ -417,19 +398,21 @@ def shrunk(acc, total, alpha, p):
 
 
 @gluon.jit
-def start_values(acc, sums, x, v, p, s, FIRST: gl.constexpr):
-    """acc + P V of a unit, and the rows' sums of this step, under way.
+def start_values(acc, a8, b8, stage, p, s):
+    """acc + P V of a stage's two units, and their rows' sums, under way.
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    x8 = as_operand(x, gl.DotOperandLayout(0, VALUES, 4))
-    acc = warpgroup_mma(x8, v.permute((1, 0)), acc, is_async=True)
-    if p.WRITE_LSE:
-        sums += lane_sum(x)
-    else:
-        x8 = gl.convert_layout(x8, gl.DotOperandLayout(0, LANES, 4), assert_trivial=True)
-        sums = warpgroup_mma(x8, s.ones.permute((1, 0)), sums, use_acc=not FIRST, is_async=True)
+    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+    sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    if not p.WRITE_LSE:
+        SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
+        ones = s.ones.permute((1, 0))
+        a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
+        b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
+        sums = warpgroup_mma(a8, ones, sums, use_acc=False, is_async=True)
+        sums = warpgroup_mma(b8, ones, sums, is_async=True)
     return acc, sums
 
 
@@ -452,28 +435,26 @@ def promoted(acc, best, base, exact, p):
 
 
 @gluon.jit
-def fold_step(acc, total, best, q, rows, q_scale, keys, c, t, p, s, MASK: gl.constexpr):
+def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.constexpr):
     """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
-    stage = c % p.STAGES
-    mbarrier.wait(s.full.index(stage), (c // p.STAGES) & 1)
-    a_factor = q_scale * s.scales.index(2 * stage).load(ROW)
-    b_factor = q_scale * s.scales.index(2 * stage + 1).load(ROW)
+    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    stage, parity = ring(c, p)
+    mbarrier.wait(s.full.index(stage), parity)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     if MASK:
-        a_hidden = hidden_pairs(t.bh, rows, keys.a, True, p)
-        b_hidden = hidden_pairs(t.bh, rows, keys.b, keys.b_real, p)
+        a_hidden = hidden_pairs(t.bh, rows, x.a_key, True, p)
+        b_hidden = hidden_pairs(t.bh, rows, x.b_key, x.b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
-    best_now, alpha = followed(a, b, a_factor, b_factor, best, p.SLACK)
-    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
+    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
     if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
         a_p = gl.where(a_hidden, 0.0, a_p)
-    acc, total = shrunk(acc, total, alpha, p)
-    acc, sums = start_values(acc, gl.zeros([ROWS, 8], gl.float32, LANES), a_p, s.v.index(2 * stage), p, s, True)
-    b_p = probabilities(b, b_factor, best_now - P_SHIFT)  # while the tensor core takes the first unit
-    if MASK:
         b_p = gl.where(b_hidden, 0.0, b_p)
-    acc, sums = start_values(acc, sums, b_p, s.v.index(2 * stage + 1), p, s, False)
+    acc, total = shrunk(acc, total, alpha, p)
+    a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+    acc, sums = start_values(acc, a8, b8, stage, p, s)
+    if p.WRITE_LSE:
+        sums = lane_sum(a_p) + lane_sum(b_p)
     acc, sums = wait_values(acc, sums, p)
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total + sums, best_now
@@ -487,18 +468,14 @@ def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exac
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     if first < last:
-        keys = Keys(last, last, last > 0)  # only masks ask
-        if MASK:
-            keys = keys_of(t, first, p.BK)
+        x = step_of(t, first, p, MASK)
         begin = first
         while begin < last:
             end = gl.minimum(begin + PROMOTE, last)
             for step in range(begin, end):
-                following = keys
-                if MASK:
-                    following = keys_of(t, gl.minimum(step + 1, last - 1), p.BK)  # on its way while this one is folded
-                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, keys, c + step, t, p, s, MASK)
-                keys = following
+                following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
+                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, x, c + step, t, p, s, MASK)
+                x = following
             if begin > 0:
                 acc = promoted(acc, best, base, exact, p)
             if end < t.steps:
@@ -510,21 +487,126 @@ def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exac
 
 
 @gluon.jit
-def store_rows(acc, total, best, t, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+def packed(x):
+    """e4m3, four to a register: the first of four integers holds them."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 y<2>; cvt.rn.satfinite.e4m3x2.f32 y0, $5, $4; cvt.rn.satfinite.e4m3x2.f32 y1, $7, $6; "
+        "mov.b32 $0, {y0, y1}; }",
+        "=r,=r,=r,=r,f,f,f,f", [x], dtype=gl.int32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpacked(x):
+    x8 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4)
+    return x8.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def softmax_step(raw, x, best, q_scale, p):
+    """Probabilities of a step as operands to be, its rows' exact sums if they are asked for, best, and what shrinks."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    a, b = halves(raw)
+    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
+    lanes = gl.zeros([ROWS, 8], gl.float32, LANES)
+    if p.WRITE_LSE:
+        lanes = lane_sum(a_p) + lane_sum(b_p)
+    return relabelled(a_p, DOT), relabelled(b_p, DOT), lanes, best_now, alpha
+
+
+@gluon.jit
+def wait_values_with(acc, sums, a_p, b_p, p):
+    """The values, and the next step's probabilities with them: else the assembler takes those after the wait."""
+    if p.WRITE_LSE:
+        acc, a_p, b_p = warpgroup_mma_wait(0, deps=(acc, a_p, b_p))
+    else:
+        acc, sums, a_p, b_p = warpgroup_mma_wait(0, deps=(acc, sums, a_p, b_p))
+    return acc, sums, a_p, b_p
+
+
+@gluon.jit
+def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s):
+    """As fold_steps, for steps without masks: the values of each are multiplied under the next one's exponentials.
+
+    The assembler runs products one after another unless probabilities stay floats until the values' product has ended,
+    are carried around the loop as words, and sums shrink while nothing is under way.
+    """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    PENDING: gl.constexpr = 2 if p.WRITE_LSE else 4
+    if first < last:
+        x = step_of(t, first, p, False)
+        stage, parity = ring(c + first, p)
+        mbarrier.wait(s.full.index(stage), parity)
+        raw = warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),))
+        following = step_of(t, gl.minimum(first + 1, last - 1), p, False)
+        a_p, b_p, lanes, best, alpha = softmax_step(raw, x, best, q_scale, p)
+        a8, b8 = packed(a_p), packed(b_p)
+        acc, total = shrunk(acc, total, alpha, p)
+        total += lanes
+        x = following
+        stage, parity = ring(c + gl.minimum(first + 1, last - 1), p)
+        mbarrier.wait(s.full.index(stage), parity)
+        some_exact = first > 0
+        begin = first + 1
+        while begin < last:
+            end = gl.minimum(begin + PROMOTE, last)
+            for step in range(begin, end):
+                following = step_of(t, gl.minimum(step + 1, last - 1), p, False)
+                stage, _ = ring(c + step, p)
+                before, _ = ring(c + step - 1, p)
+                raw = start_scores(q, stage, s)
+                acc, sums = start_values(acc, unpacked(a8), unpacked(b8), before, p, s)
+                raw = warpgroup_mma_wait(PENDING, deps=(raw,))
+                a_p, b_p, lanes, best, alpha = softmax_step(raw, x, best, q_scale, p)
+                # Its loop also keeps the assembler from waiting for the values before the exponentials.
+                later, parity = ring(c + gl.minimum(step + 1, last - 1), p)
+                mbarrier.wait(s.full.index(later), parity)
+                acc, sums, a_p, b_p = wait_values_with(acc, sums, a_p, b_p, p)
+                a8, b8 = packed(a_p), packed(b_p)
+                mbarrier.arrive(s.empty.index(before), count=1)
+                acc, total = shrunk(acc, total + sums, alpha, p)
+                total += lanes
+                x = following
+            if some_exact:
+                acc = promoted(acc, best, base, exact, p)
+            exact.store(acc)
+            acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
+            base = best
+            some_exact = end > 0
+            begin = end
+        stage, _ = ring(c + last - 1, p)
+        acc, sums = start_values(acc, unpacked(a8), unpacked(b8), stage, p, s)
+        acc, sums = wait_values(acc, sums, p)
+        mbarrier.arrive(s.empty.index(stage), count=1)
+        total += sums
+        if some_exact:
+            acc = promoted(acc, best, base, exact, p)
+    return acc, total, best, base
+
+
+@gluon.jit
+def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
+               DV: gl.constexpr):  # fmt: skip
+    """Divide, and write: through shared memory, so that a row's channels leave sixteen bytes at a time."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.DVP, p.DVP // 8], [4, 1], [1, 0])
+    ALIGNED: gl.constexpr = 8 if DV % 8 == 0 else 1  # channels that every stride is a multiple of
     row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
     row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
     inverse = gl.where(row_total == 0, 0.0, 1.0 / row_total)  # a row that sees nothing gives 0; NaN stays NaN
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    dv = gl.arange(0, p.DVP, gl.SliceLayout(0, VALUES))
+    dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
     v_scale = gl.load(V_SCALE + t.kv * DV + dv, mask=dv < DV, other=0.0)
-    out = acc * inverse * gl.expand_dims(v_scale, 0)
+    exact.store(acc * inverse)
+    first_row = t.first_row + wg * ROWS
     wide = t.bh.to(gl.int64)
-    at = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    target = OUT + (wide // p.heads) * o_batch + (wide % p.heads) * o_head + at.to(gl.int64) * o_row
-    there = (at < p.q_len) & gl.expand_dims(dv < DV, 0)
-    gl.store(target + gl.expand_dims(dv, 0), out.to(OUT.dtype.element_ty), mask=there)
+    at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
+    target = OUT + (wide // p.heads) * (o_batch // ALIGNED * ALIGNED) + (wide % p.heads) * (o_head // ALIGNED * ALIGNED)
+    target = target + at.to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
+    out = exact.load(FLAT) * gl.expand_dims(v_scale, 0)
+    gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < p.q_len) & gl.expand_dims(dv < DV, 0))
     if p.WRITE_LSE:
+        rows = first_row + gl.arange(0, ROWS, ROW)
         place = wide * p.q_len + rows
         lse = (best + gl.log2(row_total) - P_SHIFT) / 1.4426950408889634
         lse += gl.load(LSE_TERM + place, mask=rows < p.q_len, other=0.0)  # what smoothing took from every score
@@ -535,11 +617,12 @@ def store_rows(acc, total, best, t, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batc
 def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    LATE: gl.constexpr = p.WGS == 2 or p.DVP <= 64  # else there are too few registers
     c = 0
     turn = 0
-    ticket, count, masked = next_tile(turn, s)
-    while ticket >= 0:
-        t = tile_of(ticket, count, masked, p)
+    tile = next_tile(turn, s)
+    while tile >= 0:
+        t = tile_of(tile, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scales = p.Q_SCALE + t.bh.to(gl.int64) * p.q_len
         q_scale = gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0) * p.scale
@@ -554,15 +637,20 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         )
         if not p.MASK_ALL:
             # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
-            q = s.q.index(by_way_of_memory(turn & 1, s) * p.WGS + wg)
-            acc, total, best, base = fold_steps(
-                acc, total, best, base, q, rows, q_scale, t, t.masked_steps, t.steps, c, exact, p, s, False
-            )
+            q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
+            if LATE:
+                acc, total, best, base = fold_late(
+                    acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, exact, p, s
+                )
+            else:
+                acc, total, best, base = fold_steps(
+                    acc, total, best, base, q, rows, q_scale, t, t.masked_steps, t.steps, c, exact, p, s, False
+                )
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, t, rows, p, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        store_rows(acc, total, best, t, wg, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
-        ticket, count, masked = next_tile(turn, s)
+        tile = next_tile(turn, s)
 
 
 @gluon.jit
@@ -603,17 +691,16 @@ def attend(
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     # as bits: ptxas 12.8 packs a converted constant wrongly
     ones.store(gl.full([8, UNIT], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
-    slots = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):
-        slots.index(i).store(gl.full([32], i, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        set_word(slots, i, i, 4)
     exact = gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
         ones, exact,
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [6, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
     fence_async_shared()

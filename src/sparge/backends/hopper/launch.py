@@ -130,9 +130,9 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
 
 
 def _stages(size: Sizes, warpgroups: int) -> int:
-    """K and V stages: as many as fit beside two tiles of Q and the float32 sums, four at most."""
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + 4 * size.dvp) + 8192
-    return min(4, (SHARED_BYTES - rest) // stage)
+    """K and V stages: four if they fit beside two tiles of Q and the float32 sums, else two."""
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + 4 * size.dvp) + 2048
+    return 4 if 4 * stage + rest <= SHARED_BYTES else 2
 
 
 @functools.cache
