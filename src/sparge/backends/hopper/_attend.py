@@ -617,7 +617,7 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TER
 def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    LATE: gl.constexpr = p.WGS == 2 or p.DVP <= 64  # else there are too few registers
+    LATE: gl.constexpr = p.WGS == 2  # three have too few registers
     c = 0
     turn = 0
     tile = next_tile(turn, s)
