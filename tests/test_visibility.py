@@ -74,3 +74,19 @@ def test_windows_wider_than_any_sequence(far):
 def test_causal_and_window_both_apply():
     sight = visibility(6, 6, True, (2, 3), CPU)
     assert torch.equal(sight.pairs(range(6), range(6)), seen_pairs(6, 6, window=(2, 0))[:, None])
+
+
+def test_two_sights_are_the_same_if_every_row_sees_the_same_keys():
+    valid = torch.ones(1, 60, dtype=torch.bool)
+    sight = visibility(50, 60, True, None, CPU, valid)
+    assert sight.same_as(visibility(50, 60, True, None, CPU, valid))
+    for other in (
+        visibility(50, 60, False, None, CPU, valid),
+        visibility(50, 60, True, (3, None), CPU, valid),
+        visibility(50, 61, True, None, CPU, valid),
+        visibility(50, 60, True, None, CPU, valid.clone()),
+        visibility(50, 60, True, None, CPU, None),
+        valid,
+        None,
+    ):
+        assert not sight.same_as(other)

@@ -25,6 +25,15 @@ class Visibility:
     def offset(self) -> int:
         return self.k_len - self.q_len
 
+    def same_as(self, other: object) -> bool:
+        """Whether both let every row see the same keys, as far as can be told without a look at the padding."""
+        return self is other or (
+            isinstance(other, Visibility)
+            and self.key_valid is other.key_valid
+            and (self.q_len, self.k_len, self.left, self.right, self.device)
+            == (other.q_len, other.k_len, other.left, other.right, other.device)
+        )
+
     def pairs(self, rows: range, keys: range) -> Tensor:
         """bool [B or 1, 1, rows, keys]: which row sees which key."""
         position = torch.arange(rows.start, rows.stop, device=self.device)[:, None] + self.offset

@@ -70,7 +70,7 @@ class HopperBackend(TritonBackend):
         batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
         with on_device(blocks.inputs.query):
             # The kernel masks few blocks of a list: none may be there that no row sees. The pipeline's masks hold none.
-            return _attend(blocks, mask if mask.visible is sight else mask.cut_to(sight, batch))
+            return _attend(blocks, mask if sight.same_as(mask.visible) else mask.cut_to(sight, batch))
 
 
 @functools.cache
