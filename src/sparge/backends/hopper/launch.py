@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.backends.hopper import launch_16bit
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.launch import TritonBackend, capability, no_skips, on_device, pieces
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, MaskBits, list_rows, reach, rows_listed_at_once
@@ -54,8 +55,6 @@ class HopperBackend(TritonBackend):
             return refusal
         if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
             return "needs compute capability 9.0"
-        if config.quantization not in ("auto", "int8-fp8"):
-            return f"has int8-fp8 only, not {config.quantization}"
         if inputs.packing is not None:
             return "packed sequences are for the portable kernels"
         if config.pv_threshold is not None:
@@ -64,13 +63,17 @@ class HopperBackend(TritonBackend):
             return "takes head_dim 33 to 128"
         if _warpgroups(config.block[0]) is None or config.block[1] not in BLOCK_KEYS:
             return f"takes blocks of 128, 192 or 256 rows and 64 or 128 keys, not {config.block}"
-        return None
+        return None if config.quantization in ("auto", "int8-fp8") else launch_16bit.refusal_of(inputs, config)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
         with on_device(blocks.inputs.query):
             # The kernel masks few blocks of a list: none may be there that no row sees. The pipeline's masks hold none.
-            return _attend(blocks, mask if sight.same_as(mask.visible) else mask.cut_to(sight, batch))
+            if not sight.same_as(mask.visible):
+                mask = mask.cut_to(sight, batch)
+            if config.quantization == "int8-fp8":
+                return _attend(blocks, mask)
+            return launch_16bit.attend(blocks, mask, config, _processors(blocks.inputs.query.device))
 
 
 @functools.cache

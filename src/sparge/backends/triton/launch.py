@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -80,7 +80,7 @@ class TritonBackend:
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         with on_device(blocks.inputs.query):
-            return _attend(blocks, mask, config)
+            return attend_by_parts(blocks, mask, config)
 
 
 def _interpreted() -> bool:
@@ -242,7 +242,13 @@ def _protected(config: SparseConfig, q_len: int, k_len: int, device: torch.devic
     return q_flags.to(device), k_flags.to(device)
 
 
-def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+OwnKernel = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], None]  # part, counts, lists, output, LSE
+
+
+def attend_by_parts(
+    blocks: Blocks, mask: BlockMask, config: SparseConfig, own_kernel: OwnKernel | None = None
+) -> Output:
+    """As many query blocks at a time as there is scratch for lists of; `own_kernel` runs in place of the portable."""
     inputs, quantized, bits = blocks.inputs, blocks.quantized, mask.bits
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
     output = inputs.empty_output()
@@ -261,7 +267,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
     skipped = no_skips(q.device).expand(size.batch, size.heads)
     listing = (bits, _ends(inputs)[0], counts, lists)
-    for part in plan.parts:
+    for number, part in enumerate(plan.parts):
         skips = q
         if second:
             skips = q.new_empty(size.batch, size.heads, part.blocks * part.tiles_per_block, dtype=torch.int32)
@@ -271,7 +277,10 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         )  # fmt: skip
         part.expand(listing, addresses_of(listing))
         addresses = addresses_of(tensors)
-        part.attend(tensors, addresses)
+        if own_kernel is None:
+            part.attend(tensors, addresses)
+        else:
+            own_kernel(number, counts, lists, output, lse)
         if part.careful is not None:
             part.careful(tensors, addresses)
         if second:
