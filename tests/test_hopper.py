@@ -15,7 +15,8 @@ from torch import Tensor
 from sparge import BlockMask, SparseConfig
 from sparge.backends.hopper.launch import CHIP, HopperBackend
 from sparge.backends.triton.launch import TritonBackend
-from sparge.inputs import Inputs
+from sparge.inputs import Inputs, pack_inputs
+from sparge.packing import Packing
 
 HOPPER, PORTABLE = HopperBackend(), TritonBackend()
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (CHIP // 10, CHIP % 10)
@@ -114,6 +115,31 @@ def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, quantiz
                 assert torch.equal(got.lse > -torch.inf, seen)
                 torch.testing.assert_close(got.lse[seen], want.lse[seen], atol=1e-3, rtol=1e-4)
             launches += 1
+
+
+@pytest.mark.parametrize("block", [(128, 64), (192, 64), (256, 128)], ids=str)
+def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog):
+    rng = random.Random(f"packed {block}")
+    torch.manual_seed(0)
+    for _ in range(40):
+        kv_heads, group, dim = rng.choice((1, 2)), rng.choice((1, 4)), rng.choice((64, 128))
+        q_lens, k_lens = ([rng.choice((0, 1, rng.randint(2, 700))) for _ in range(rng.randint(1, 6))] for _ in range(2))
+        k_lens = (k_lens * 6)[: len(q_lens)]
+        if sum(q_lens) == 0 or sum(k_lens) == 0:
+            continue
+        q = torch.randn(sum(q_lens), kv_heads * group, dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(sum(k_lens), kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        ends = Packing(*(torch.tensor([0, *itertools.accumulate(x)], device="cuda").int() for x in (q_lens, k_lens)))
+        longest, is_causal, needs_lse = (max(q_lens), max(k_lens)), rng.random() < 0.5, rng.random() < 0.5
+        inputs = pack_inputs(q, k, v, ends, longest, is_causal, None, None, needs_lse)
+        config = SparseConfig(quantization="int8-fp8", block=block, rule="topk", topk=rng.choice((0.3, 1.0)))
+        assert HOPPER.unsupported(inputs, config) is None
+        blocks = HOPPER.summarize(inputs, config)
+        mask = HOPPER.select(blocks, config)
+        got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+        assert_same_rows(got.values.float(), want.values.float())
+        if needs_lse:
+            torch.testing.assert_close(got.lse, want.lse, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("k_len", [40, 64, 150, 192])

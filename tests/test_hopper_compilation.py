@@ -15,7 +15,8 @@ import aot
 
 from sparge import SparseConfig
 from sparge.backends.hopper import launch
-from sparge.inputs import prepare_inputs
+from sparge.inputs import Inputs, pack_inputs, prepare_inputs
+from sparge.packing import Packing
 
 ARCH = 90
 
@@ -24,19 +25,22 @@ def compiled(
     monkeypatch, block, dim: int, is_causal: bool, needs_lse: bool, padded: bool = False,
     quantization: str = "int8-fp8", dtype: torch.dtype = torch.bfloat16,
 ) -> aot.Resources:  # fmt: skip
-    monkeypatch.setattr(launch, "capability", lambda device: ARCH)
-    monkeypatch.setattr("sparge.backends.triton.launch.capability", lambda device: ARCH)
-    monkeypatch.setattr(launch, "_processors", lambda device: 132)
     query, key, value = (torch.empty(1, 2, 1000, dim, dtype=dtype) for _ in range(3))
     padding = torch.ones(1, 1, 1, 1000, dtype=torch.bool) if padded else None
     inputs = prepare_inputs(query, key, value, padding, is_causal=is_causal, needs_lse=needs_lse)
-    config = SparseConfig(quantization=quantization, block=block)
+    return compiled_for(monkeypatch, inputs, SparseConfig(quantization=quantization, block=block))
+
+
+def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resources:
+    monkeypatch.setattr(launch, "capability", lambda device: ARCH)
+    monkeypatch.setattr("sparge.backends.triton.launch.capability", lambda device: ARCH)
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
     backend, noted = launch.HopperBackend(), []
     with aot.recorded_launches(noted):
         blocks = backend.summarize(inputs, config)
         backend.attend(blocks, backend.select(blocks, config), config)
     # With 16-bit values the portable kernel is launched last, for values that are not finite.
-    kernel, args, kwargs = noted[-1 if quantization == "int8-fp8" else -2]
+    kernel, args, kwargs = noted[-1 if config.quantization == "int8-fp8" else -2]
     assert kernel.__name__ == "attend"
     assert "hopper" in kernel.__module__
     return aot.compile_kernel(kernel, args, kwargs, ARCH)
@@ -58,6 +62,15 @@ def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_
     assert "s32.s8.s8" in resources.ptx
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx
+    assert not resources.serialized
+
+
+def test_the_kernel_compiles_for_packed_sequences(monkeypatch):
+    ends = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    query, key, value = (torch.empty(1000, 2, 128, dtype=torch.bfloat16) for _ in range(3))
+    inputs = pack_inputs(query, key, value, Packing(ends, ends), (700, 700), True, None, None, False)
+    resources = compiled_for(monkeypatch, inputs, SparseConfig(quantization="int8-fp8"))
+    assert resources.spills_in_loops("IGMMA", "QGMMA")[:2] == [0, 0]
     assert not resources.serialized
 
 

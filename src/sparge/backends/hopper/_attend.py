@@ -45,8 +45,10 @@ class Problem:
 
     heads: gl.tensor
     group: gl.tensor
-    q_len: gl.tensor
+    q_len: gl.tensor  # of the longest sequence
     k_len: gl.tensor
+    q_tokens: gl.tensor  # rows between one head and the next in per-token tensors
+    k_tokens: gl.tensor
     q_blocks: gl.tensor  # that have lists
     first_block: gl.tensor
     k_blocks: gl.tensor
@@ -61,6 +63,8 @@ class Problem:
     Q_SCALE: gl.tensor
     K_SCALE: gl.tensor
     VALID: gl.tensor
+    Q_ENDS: gl.tensor
+    K_ENDS: gl.tensor
     D: gl.constexpr
     DVP: gl.constexpr
     WGS: gl.constexpr
@@ -70,21 +74,23 @@ class Problem:
     MASK_ALL: gl.constexpr
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
+    PACKED: gl.constexpr
     SLACK: gl.constexpr  # how far a score may exceed the row's best, in bits, before that follows; below log2(448) - 8
 
     @gluon.constexpr_function
     def __init__(
-        self, heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
-        SLACK,
+        self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, padded, tiles, left,
+        right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, D, DVP, WGS, BQ, BK, STAGES,
+        MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SLACK,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
+        self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
         self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
         self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
-        self.STAGES, self.MASK_ALL = map(gl.constexpr, (STAGES, MASK_ALL))
+        self.STAGES, self.MASK_ALL, self.PACKED = map(gl.constexpr, (STAGES, MASK_ALL, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
 
 
@@ -142,12 +148,52 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@gluon.jit
+def sequence(ENDS, batch, length, tokens):
+    """The first token and the length of a packed sequence. Bad ends are cut, so that nothing is read outside."""
+    first = gl.minimum(gl.maximum(gl.load(ENDS + batch), 0).to(gl.int32), tokens)
+    stop = gl.minimum(gl.load(ENDS + batch + 1).to(gl.int32), tokens)
+    return first, gl.minimum(gl.maximum(stop - first, 0), length)
+
+
+@aggregate
+class Place:
+    """Where a tile's head is: its sequence's lengths, and where that starts in tensors of all sequences."""
+
+    bh: gl.tensor
+    kv: gl.tensor  # of the sequence and the key/value head that is read
+    kv_row: gl.tensor  # of the head that is read, in the copies of K and V
+    q_len: gl.tensor
+    k_len: gl.tensor
+    q_first: gl.tensor
+    query: gl.tensor  # the first row in per-token tensors
+    key: gl.tensor  # the first key in its head's copies
+
+    @gluon.constexpr_function
+    def __init__(self, bh, kv, kv_row, q_len, k_len, q_first, query, key):
+        self.bh, self.kv, self.kv_row, self.q_len, self.k_len = bh, kv, kv_row, q_len, k_len
+        self.q_first, self.query, self.key = q_first, query, key
+
+
+@gluon.jit
+def place_of(bh, p):
+    batch = bh // p.heads
+    head = bh % p.heads
+    kv_head = head // p.group
+    kv = batch * (p.heads // p.group) + kv_head
+    if p.PACKED:
+        q_first, q_len = sequence(p.Q_ENDS, batch, p.q_len, p.q_tokens)
+        k_first, k_len = sequence(p.K_ENDS, batch, p.k_len, p.k_tokens)
+        key = (k_first // 128 + batch) * 128  # copies of each sequence start at multiples of 128
+        return Place(bh, kv, kv_head, q_len, k_len, q_first, head * p.q_tokens + q_first, key)
+    return Place(bh, kv, kv, p.q_len, p.k_len, bh * 0, bh * p.q_len, bh * 0)
+
+
 @aggregate
 class Tile:
     """Rows that share a list, and the steps that it takes. The first `masked` entries go the slower way."""
 
-    bh: gl.tensor
-    kv: gl.tensor  # which key/value head is read
+    at: Place
     first_row: gl.tensor
     lists: gl.tensor
     masked: gl.tensor
@@ -155,8 +201,8 @@ class Tile:
     steps: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, bh, kv, first_row, lists, masked, masked_steps, steps):
-        self.bh, self.kv, self.first_row, self.lists = bh, kv, first_row, lists
+    def __init__(self, at, first_row, lists, masked, masked_steps, steps):
+        self.at, self.first_row, self.lists = at, first_row, lists
         self.masked, self.masked_steps, self.steps = masked, masked_steps, steps
 
 
@@ -170,19 +216,21 @@ def tile_of(ticket, p):
     inside = per_head - 1 - ticket % per_head  # heavy causal rows first
     slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
     first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
+    at = place_of(bh, p)
     count = gl.load(p.COUNTS + slot)
+    if p.PACKED:  # a shorter sequence has fewer lists
+        count = gl.where(first_row < at.q_len, count, 0)
     lists = p.LISTS + slot * p.k_blocks
     masked = count
     if not p.MASK_ALL:
-        last_free = gl.maximum(gl.minimum(p.k_len, first_row + (p.k_len - p.q_len) + p.right + 1), 0) // p.BK
+        last_free = gl.maximum(gl.minimum(at.k_len, first_row + (at.k_len - at.q_len) + p.right + 1), 0) // p.BK
         masked = count * 0
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
         masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
-    return Tile(bh, kv, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
+    return Tile(at, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
 
 @aggregate
@@ -222,7 +270,7 @@ def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
 @gluon.jit
 def step_of(t, step, p, MASK: gl.constexpr):
     a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
-    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
+    scales = p.K_SCALE + (t.at.kv_row * p.padded + t.at.key) // UNIT
     a_scale = gl.load(scales + a_key // UNIT)
     b_scale = gl.load(scales + b_key // UNIT)
     if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
@@ -243,16 +291,17 @@ def hand_out(ticket, turn, s):
 
 
 @gluon.jit
-def load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s):
+def load_step(k_boxes, v_boxes, c, at, a_key, b_key, p, s):
     """K and V of two units of 64 keys, into a stage that every consumer has left."""
     stage, parity = ring(c, p)
     full = s.full.index(stage)
     mbarrier.wait(s.empty.index(stage), parity ^ 1)
     mbarrier.expect(full, 2 * UNIT * (p.D + p.DVP))
-    load_box(k_boxes, [kv * p.padded + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
-    load_box(k_boxes, [kv * p.padded + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
-    load_box(v_boxes, [kv * p.DVP, a_key], full, s.v.index(2 * stage))
-    load_box(v_boxes, [kv * p.DVP, b_key], full, s.v.index(2 * stage + 1))
+    row = at.kv_row * p.padded + at.key
+    load_box(k_boxes, [row + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
+    load_box(k_boxes, [row + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
+    load_box(v_boxes, [at.kv_row * p.DVP, at.key + a_key], full, s.v.index(2 * stage))
+    load_box(v_boxes, [at.kv_row * p.DVP, at.key + b_key], full, s.v.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -267,14 +316,14 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
-            load_box(q_boxes, [t.bh * p.q_len + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
+            load_box(q_boxes, [t.at.query + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
         for step in range(t.masked_steps):
             a_key, b_key, _ = keys_of(t, step, p.BK, True)
-            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
+            load_step(k_boxes, v_boxes, c, t.at, a_key, b_key, p, s)
             c += 1
         for step in range(t.masked_steps, t.steps):
             a_key, b_key, _ = keys_of(t, step, p.BK, False)
-            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
+            load_step(k_boxes, v_boxes, c, t.at, a_key, b_key, p, s)
             c += 1
         turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
@@ -318,18 +367,18 @@ def halves(scores):
 
 
 @gluon.jit
-def hidden_pairs(bh, rows, key, real, p):
+def hidden_pairs(at, rows, key, real, p):
     """bool [64, 64]: keys from `key` on that a row does not see."""
     n = gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES))
     column = gl.expand_dims(n, 0)
-    offset = p.k_len - p.q_len
-    high = gl.where(real, gl.minimum(rows + (offset + p.right), p.k_len - 1) - key, -1)
+    offset = at.k_len - at.q_len
+    high = gl.where(real, gl.minimum(rows + (offset + p.right), at.k_len - 1) - key, -1)
     hidden = column > gl.expand_dims(high, 1)
     if p.MASK_ALL:
         hidden = hidden | (column < gl.expand_dims(rows + (offset - p.left) - key, 1))
     if p.HAS_VALID:
-        valid = p.VALID + (bh // p.heads).to(gl.int64) * p.k_len + key
-        hidden = hidden | gl.expand_dims(gl.load(valid + n, mask=key + n < p.k_len, other=0) == 0, 0)
+        valid = p.VALID + (at.bh // p.heads).to(gl.int64) * at.k_len + key
+        hidden = hidden | gl.expand_dims(gl.load(valid + n, mask=key + n < at.k_len, other=0) == 0, 0)
     return hidden
 
 
@@ -442,8 +491,8 @@ def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.conste
     mbarrier.wait(s.full.index(stage), parity)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
     if MASK:
-        a_hidden = hidden_pairs(t.bh, rows, x.a_key, True, p)
-        b_hidden = hidden_pairs(t.bh, rows, x.b_key, x.b_real, p)
+        a_hidden = hidden_pairs(t.at, rows, x.a_key, True, p)
+        b_hidden = hidden_pairs(t.at, rows, x.b_key, x.b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
     a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
@@ -596,21 +645,21 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TER
     inverse = gl.where(row_total == 0, 0.0, 1.0 / row_total)  # a row that sees nothing gives 0; NaN stays NaN
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
-    v_scale = gl.load(V_SCALE + t.kv * DV + dv, mask=dv < DV, other=0.0)
+    v_scale = gl.load(V_SCALE + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
     exact.store(acc * inverse)
     first_row = t.first_row + wg * ROWS
-    wide = t.bh.to(gl.int64)
+    wide = t.at.bh.to(gl.int64)
     at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
     target = OUT + (wide // p.heads) * (o_batch // ALIGNED * ALIGNED) + (wide % p.heads) * (o_head // ALIGNED * ALIGNED)
-    target = target + at.to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
+    target = target + (t.at.q_first + at).to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
     out = exact.load(FLAT) * gl.expand_dims(v_scale, 0)
-    gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < p.q_len) & gl.expand_dims(dv < DV, 0))
+    gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < t.at.q_len) & gl.expand_dims(dv < DV, 0))
     if p.WRITE_LSE:
         rows = first_row + gl.arange(0, ROWS, ROW)
-        place = wide * p.q_len + rows
+        place = t.at.query.to(gl.int64) + rows
         lse = (best + gl.log2(row_total) - P_SHIFT) / 1.4426950408889634
-        lse += gl.load(LSE_TERM + place, mask=rows < p.q_len, other=0.0)  # what smoothing took from every score
-        gl.store(LSE + place, gl.where(row_total == 0, float("-inf"), lse), mask=rows < p.q_len)
+        lse += gl.load(LSE_TERM + place, mask=rows < t.at.q_len, other=0.0)  # what smoothing took from every score
+        gl.store(LSE + place, gl.where(row_total == 0, float("-inf"), lse), mask=rows < t.at.q_len)
 
 
 @gluon.jit
@@ -624,8 +673,7 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
     while tile >= 0:
         t = tile_of(tile, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
-        q_scales = p.Q_SCALE + t.bh.to(gl.int64) * p.q_len
-        q_scale = gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0) * p.scale
+        q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=rows < t.at.q_len, other=0.0) * p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
@@ -668,24 +716,24 @@ def third_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV
     consumer(2, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
 
 
-LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "first_block", "k_blocks", "padded", "tiles", "left",
-           "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks", "first_block", "k_blocks", "padded",
+           "tiles", "left", "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
-    heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
+    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
+    heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    SLACK: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, SLACK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
-        heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
-        SLACK,
+        heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, padded, tiles, left, right,
+        scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL,
+        HAS_VALID, WRITE_LSE, PACKED, SLACK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])

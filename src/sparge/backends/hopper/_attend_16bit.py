@@ -99,8 +99,8 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
     while tile < p.tiles:
         hand_out(tile, turn, s)
         t = tile_of(tile, p)
-        batch = t.bh // p.heads
-        head = t.bh % p.heads
+        batch = t.at.bh // p.heads
+        head = t.at.bh % p.heads
         full = s.q_full.index(turn & 1)
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, Q_BYTES)
@@ -183,8 +183,8 @@ def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, INT8: gl.conste
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, INT8, p, s),)))
     a_factor, b_factor = factors_of(x, q_scale, INT8)
     if MASK:
-        a_hidden = hidden_pairs(t.bh, rows, x.a_key, True, p)
-        b_hidden = hidden_pairs(t.bh, rows, x.b_key, x.b_real, p)
+        a_hidden = hidden_pairs(t.at, rows, x.a_key, True, p)
+        b_hidden = hidden_pairs(t.at, rows, x.b_key, x.b_real, p)
         a = gl.where(a_hidden, HIDDEN if INT8 else float("-inf"), a)
         b = gl.where(b_hidden, HIDDEN if INT8 else float("-inf"), b)
     best, alpha = followed(a, b, a_factor, b_factor, best)
@@ -225,7 +225,7 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, 
     staged = s.rows.index(wg)
     staged.store((acc * inverse).to(OUT.dtype.element_ty))
     first_row = t.first_row + wg * ROWS
-    wide = t.bh.to(gl.int64)
+    wide = t.at.bh.to(gl.int64)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
     at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
     target = OUT + (wide // p.heads) * (o_batch // ALIGNED * ALIGNED) + (wide % p.heads) * (o_head // ALIGNED * ALIGNED)
@@ -253,7 +253,7 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
         if INT8:
-            q_scales = p.Q_SCALE + t.bh.to(gl.int64) * p.q_len
+            q_scales = p.Q_SCALE + t.at.query.to(gl.int64)
             q_scale *= gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0)
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
@@ -297,9 +297,9 @@ def attend(
     WGS: gl.constexpr = 2
     SCORE_BYTES: gl.constexpr = 1 if INT8 else 2
     p = Problem(
-        heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
-        SLACK,
+        heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right,
+        scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL,
+        HAS_VALID, WRITE_LSE, False, SLACK,
     )  # fmt: skip
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparge.backends.hopper import launch_16bit
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import TritonBackend, capability, no_skips, on_device, pieces
+from sparge.backends.triton.launch import TritonBackend, capability, no_skips, on_device, pieces, sequence_ends
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, MaskBits, list_rows, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
@@ -55,8 +55,6 @@ class HopperBackend(TritonBackend):
             return refusal
         if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
             return "needs compute capability 9.0"
-        if inputs.packing is not None:
-            return "packed sequences are for the portable kernels"
         if config.pv_threshold is not None:
             return "the second stage is for the portable kernels"
         if not all(32 < x.shape[-1] <= 128 for x in (inputs.query, inputs.value)):
@@ -116,7 +114,8 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
         "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
-        "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "SLACK": SLACK, "REGISTERS": registers,
+        "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "PACKED": problem.packing is not None,
+        "SLACK": SLACK, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
     parts = []
@@ -124,11 +123,13 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
         here = min(step, size.q_blocks - first)
         tiles = here * heads * per_block
         numbers = (
-            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.padded,
-            tiles, *reach(problem), problem.scale * LOG2_E, *output,
+            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, here, first,
+            size.k_blocks, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        parts.append(ListedRows(here * heads, list_rows(size, block, bits, first, here, False), attend))
+        parts.append(
+            ListedRows(here * heads, list_rows(size, block, bits, first, here, problem.packing is not None), attend)
+        )
     return Plan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
 
 
@@ -160,25 +161,32 @@ def _boxes(x: Tensor, rows: int, columns: int) -> Any:
     return descriptor(x, [x.numel() // length, length], [length, 1], shape, layout)
 
 
+def _strides(inputs: Inputs, output: Tensor) -> tuple[int, ...]:
+    """Of batch entries, heads and rows; packed sequences share one batch entry."""
+    batch, head, row, _ = output.stride()
+    return (0 if inputs.packing is not None else batch, head, row)
+
+
 def _attend(blocks: Blocks, mask: BlockMask) -> Output:
     inputs, copies, bits = blocks.inputs, blocks.quantized, mask.bits
     valid = inputs.visibility.key_valid
     assert copies is not None
     assert copies.value_scale is not None
     q, output = inputs.query, inputs.empty_output()
-    plan = _plan(inputs.signature, mask.block, MaskBits.of(bits), output.stride()[:3], _processors(q.device))
+    plan = _plan(inputs.signature, mask.block, MaskBits.of(bits), _strides(inputs, output), _processors(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
+    ends = sequence_ends(inputs)
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
-        listing = (bits, q, counts, lists)
+        listing = (bits, ends[0], counts, lists)
         part.expand(listing, addresses_of(listing))
         tensors = (
             counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
-            q if valid is None else valid.contiguous().view(torch.int8), copies.value_scale,
+            q if valid is None else valid.contiguous().view(torch.int8), *ends, copies.value_scale,
             q if copies.lse_term is None else copies.lse_term, output, q if lse is None else lse,
         )  # fmt: skip
         part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))

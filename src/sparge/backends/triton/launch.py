@@ -144,7 +144,7 @@ def _shaped(piece: Tensor, *shape: int) -> Tensor:
     return piece[: math.prod(shape)].view(shape)
 
 
-def _ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def sequence_ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Sequence ends of queries and keys."""
     packing = inputs.packing
     return (inputs.query, inputs.key) if packing is None else (packing.q_ends, packing.k_ends)
@@ -160,7 +160,7 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     copied, zeros = blocks.quantized, torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
     tensors = (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
-        *_ends(inputs), _hadamard(plan.sizes.dp, q.device),
+        *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device),
         *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "rotated_mean", "key_mean", "value_scale")),
         blocks.v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
         scratch["q_similarity"], scratch["k_similarity"],
@@ -215,7 +215,7 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         filled = blocks.k_filled.contiguous().view(torch.int8)
         before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
     tensors = (
-        blocks.q_means, blocks.k_means, filled, before, *_ends(inputs), blocks.v_finite.view(torch.int8),
+        blocks.q_means, blocks.k_means, filled, before, *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
         _or(blocks.q_similarity, q), _or(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
         *(_setting(config, name, inputs, name in config.rule) for name in RULES),
@@ -266,14 +266,15 @@ def attend_by_parts(
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
     skipped = no_skips(q.device).expand(size.batch, size.heads)
-    listing = (bits, _ends(inputs)[0], counts, lists)
+    listing = (bits, sequence_ends(inputs)[0], counts, lists)
     for number, part in enumerate(plan.parts):
         skips = q
         if second:
             skips = q.new_empty(size.batch, size.heads, part.blocks * part.tiles_per_block, dtype=torch.int32)
         tensors = (
             *operands, blocks.v_finite.view(torch.int8), q if valid is None else valid.contiguous().view(torch.int8),
-            *_ends(inputs), _setting(config, "pv_threshold", inputs, second), counts, lists, output, _or(lse, q), skips,
+            *sequence_ends(inputs), _setting(config, "pv_threshold", inputs, second), counts, lists, output,
+            _or(lse, q), skips,
         )  # fmt: skip
         part.expand(listing, addresses_of(listing))
         addresses = addresses_of(tensors)
