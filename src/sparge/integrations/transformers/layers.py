@@ -1,0 +1,149 @@
+"""The attention layers of a model, and what sparge would do with each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparge.config import SparseConfig
+from sparge.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+from sparge.integrations.transformers.attention import NOBODY, LayerSettings
+from sparge.profile import Profile, ProfileError
+
+SPARSE, DENSE, ALONE = "sparse", "dense", "left alone"
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+HEAD_DIMS = ("head_dim", "attention_head_size", "head_size")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer: what will happen to it, and why."""
+
+    name: str
+    kind: str
+    heads: int | None  # None: the layer does not say
+    head_dim: int | None
+    action: str  # "sparse", "dense" (sparge hands its calls on) or "left alone" (sparge is never called)
+    why: str
+    settings: LayerSettings | None = None  # None: left alone
+
+
+def attention_layers(model: Any, config: SparseConfig | None, profile: Profile | None) -> list[Layer]:
+    """Every attention layer of a model, in its order.
+
+    With a profile, layers that it does not name follow `config`, and stay dense without one.
+    """
+    modules = list(_attention_modules(model))
+    stubborn = {id(module.config): module for _, module in modules if _must_be_left_alone(module)}
+    found = [
+        _layer(name, module, stubborn.get(id(getattr(module, "config", None))), config, profile)
+        for name, module in modules
+    ]
+    strangers = set(profile.layers) - {layer.name for layer in found} if profile is not None else set()
+    if profile is not None and strangers:
+        raise ProfileError(
+            f"the profile of {profile.model} names {len(strangers)} layers that {type(model).__name__} does not have, "
+            f"the first of them {min(strangers)!r}."
+        )
+    return found
+
+
+def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Modules that call transformers' attention interface, and those called attention that compute it themselves."""
+    inside_attention: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if _calls_interface(module):
+            yield name, module
+        elif "Attention" in type(module).__name__ and not any(map(_calls_interface, module.modules())):
+            if not name.startswith(inside_attention) or not inside_attention:
+                yield name, module
+            inside_attention += (f"{name}.",)
+
+
+def _calls_interface(module: Any) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _forward_code(module).co_names
+
+
+def reads_implementation(module: Any) -> bool:
+    """Whether the layer asks its config which attention implementation to use."""
+    return "_attn_implementation" in _forward_code(module).co_names
+
+
+def _must_be_left_alone(module: Any) -> bool:
+    """Whether the layer would go wrong under an implementation it does not know; its config is shared by others."""
+    return reads_implementation(module) and (not _calls_interface(module) or bool(_hands_over(module, NOBODY)))
+
+
+def _forward_code(module: Any) -> Any:
+    forward = inspect.unwrap(type(module).forward)
+    return getattr(forward, "__code__", _forward_code.__code__)
+
+
+def _hands_over(module: Any, names: tuple[str, ...]) -> str | None:
+    """Which of these keyword arguments the layer's forward passes on, as its code shows."""
+    words = {word for part in _forward_code(module).co_consts if isinstance(part, tuple) for word in part}
+    return next((name for name in names if name in words), None)
+
+
+def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | None, profile: Profile | None) -> Layer:
+    """`stubborn`: a layer under the same config that must be left alone, and this one with it."""
+    kind, heads, head_dim = type(module).__name__, _number(module, HEAD_COUNTS), _number(module, HEAD_DIMS)
+
+    def layer(action: str, why: str, settings: LayerSettings | None = None) -> Layer:
+        return Layer(name, kind, heads, head_dim, action, why, settings)
+
+    if not _calls_interface(module):
+        return layer(ALONE, "it computes attention itself, not through transformers' interface")
+    if stubborn is not None:
+        chosen = _hands_over(stubborn, NOBODY)
+        own = "attention of its own" if chosen is None else f"keys of its own choice ({chosen})"
+        return layer(ALONE, f"{type(stubborn).__name__} has {own}")
+    settings = _settings(name, config, profile)
+    if settings.config is None:
+        return layer(DENSE, "the profile does not name it, and no config is given", settings)
+    if heads is not None:
+        settings.config.check_heads(heads)
+    reason = _why_dense(module, head_dim)
+    if reason is not None:
+        return layer(DENSE, reason, settings)
+    window = getattr(module, "sliding_window", None)
+    by = "as the profile says" if settings.tuned else f"rule {' or '.join(settings.config.rule)}"
+    exact = "" if window is None or settings.tuned else f"; exact where its window of {window} binds"
+    return layer(SPARSE, by + exact, settings)
+
+
+def _settings(name: str, config: SparseConfig | None, profile: Profile | None) -> LayerSettings:
+    if profile is None:
+        return LayerSettings(SparseConfig() if config is None else config)
+    if name in profile.layers:
+        return LayerSettings(profile.config_for(name), tuned=True)
+    return LayerSettings(config)
+
+
+def _why_dense(module: Any, head_dim: int | None) -> str | None:
+    """What can be told before the first call; the calls themselves are checked again."""
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    if softcap is not None:
+        return f"its scores are soft-capped at {softcap:g}"
+    if _hands_over(module, ("s_aux",)) is not None:
+        return "its softmax has attention sinks"
+    if _hands_over(module, ("position_bias",)) is not None:
+        return "its scores have a position bias"
+    if head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
+    if weight is not None and weight.dtype not in DTYPES:
+        return f"{weight.dtype} is not float16, bfloat16 or float32"
+    return None
+
+
+def _number(module: Any, names: tuple[str, ...]) -> int | None:
+    """The layer's own number under one of these names, or that of its config."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
