@@ -21,9 +21,9 @@ class DenseAttentionWarning(UserWarning):
     """Attention that sparge was asked for is computed dense; the message says why."""
 
 
-@torch.compiler.assume_constant_result  # under torch.compile: said while it traces
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def warn_once(layer: str, reason: str) -> None:
-    """Once per kind of layer and reason."""
+    """Once per kind of layer and reason; under torch.compile while it traces."""
     if (layer, reason) in _said:
         return
     _said.add((layer, reason))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -34,11 +34,10 @@ class Plan:
 
     def __str__(self) -> str:
         head = f"{self.model}: {self.sparse} of {len(self.layers)} attention layers sparse"
-        cells = [
-            (layer.name, layer.kind, _shown(layer.heads), _shown(layer.head_dim), layer.action, layer.why)
-            for layer in self.layers
-        ]
-        return "\n".join([head, *_columns([("layer", "class", "heads", "head_dim", "action", "why"), *cells])])
+        rows = [("layer", "class", "heads", "head_dim", "action", "why")]
+        for layer in self.layers:
+            rows.append((layer.name, layer.kind, _shown(layer.heads), _shown(layer.head_dim), layer.action, layer.why))
+        return "\n".join([head, *_columns(rows)])
 
 
 class Patch:
@@ -56,6 +55,18 @@ class Patch:
 
     def __str__(self) -> str:
         return str(self.plan)
+
+
+@overload
+def patch(
+    model: Any, config: SparseConfig | None = None, profile: Profile | None = None, dry_run: Literal[False] = False
+) -> Patch: ...
+
+
+@overload
+def patch(
+    model: Any, config: SparseConfig | None = None, profile: Profile | None = None, *, dry_run: Literal[True]
+) -> Plan: ...
 
 
 def patch(
@@ -88,7 +99,7 @@ def patch(
 
 def unpatch(model: Any) -> None:
     """Give a patched model, or a copy of one, back the attention that it had."""
-    model = _original(model)
+    model = _original(_checked_module(model))
     if RECORD not in vars(model):
         raise ValueError(f"{type(model).__name__} is not patched, so there is nothing to restore.")
     getattr(model, RECORD).restore()
@@ -99,17 +110,21 @@ def unpatch(model: Any) -> None:
 
 
 def _checked(model: Any, config: object, profile: object, dry_run: object) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"patch takes a model of transformers, not {type(model).__name__}.")
+    original = _original(_checked_module(model))
     for name, value, kind in (("config", config, SparseConfig), ("profile", profile, Profile)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be a sparge.{kind.__name__}, not {type(value).__name__}.")
     if not isinstance(dry_run, bool):
         raise TypeError(f"dry_run must be True or False, not {dry_run!r}.")
-    original = _original(model)
     if not dry_run and any(SETTINGS in vars(module) for module in original.modules()):
         raise ValueError(f"{type(original).__name__} is already patched; call sparge.unpatch on it first.")
     return original
+
+
+def _checked_module(model: object) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"sparge patches a model of transformers, not {type(model).__name__}.")
+    return model
 
 
 def _original(model: torch.nn.Module) -> torch.nn.Module:
@@ -140,6 +155,6 @@ def _shown(number: int | None) -> str:
     return "?" if number is None else str(number)
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

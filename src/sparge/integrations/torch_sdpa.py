@@ -27,8 +27,8 @@ class Calls:
     dense: Counter[str] = field(default_factory=Counter)  # by reason
 
     def __str__(self) -> str:
-        lines = [f"{self.sparse} calls sparse, {self.dense.total()} dense"]
-        return "\n".join(lines + [f"{count} dense: {reason}" for reason, count in self.dense.most_common()])
+        reasons = [f"{count} dense: {reason}" for reason, count in self.dense.most_common()]
+        return "\n".join([f"{self.sparse} sparse, {self.dense.total()} dense", *reasons])
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def patched(config: SparseConfig | None = None) -> Iterator[Calls]:
     >>> with patched() as calls:
     ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     >>> print(calls)
-    1 calls sparse, 0 dense
+    1 sparse, 0 dense
     """
     if config is not None and not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a sparge.SparseConfig, not {type(config).__name__}.")
@@ -123,7 +123,7 @@ def _why_dense(query: Any, key: Any, attn_mask: Tensor | None, is_causal: bool) 
     if query.shape[-2] <= FEW_ROWS:
         return FEW + "."
     if is_causal and attn_mask is not None:
-        return "torch takes no mask beside is_causal."  # it will say so
+        return "what a mask beside is_causal means depends on torch's kernel."
     if is_causal and query.shape[-2] > key.shape[-2]:
         return "is_causal with more rows than keys aligns top-left, which sparge does not."
     return None

@@ -107,7 +107,10 @@ def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | 
         settings.config.check_heads(heads)
     reason = _why_dense(module, head_dim)
     if reason is not None:
-        return layer(DENSE, reason, settings)
+        return layer(DENSE, reason, LayerSettings(None))
+    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
+    if weight is not None and weight.dtype not in DTYPES:  # a model may be converted later: its calls will tell
+        return layer(DENSE, f"{weight.dtype} is not float16, bfloat16 or float32", settings)
     window = getattr(module, "sliding_window", None)
     by = "as the profile says" if settings.tuned else f"rule {' or '.join(settings.config.rule)}"
     exact = "" if window is None or settings.tuned else f"; exact where its window of {window} binds"
@@ -123,7 +126,7 @@ def _settings(name: str, config: SparseConfig | None, profile: Profile | None) -
 
 
 def _why_dense(module: Any, head_dim: int | None) -> str | None:
-    """What can be told before the first call; the calls themselves are checked again."""
+    """What will hold for every call."""
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None:
         return f"its scores are soft-capped at {softcap:g}"
@@ -133,9 +136,6 @@ def _why_dense(module: Any, head_dim: int | None) -> str | None:
         return "its scores have a position bias"
     if head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
-    if weight is not None and weight.dtype not in DTYPES:
-        return f"{weight.dtype} is not float16, bfloat16 or float32"
     return None
 
 
