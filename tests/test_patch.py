@@ -284,3 +284,26 @@ def test_registering_without_transformers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "transformers", None)
     with refused(ImportError, "transformers from 5.0 on"):
         sparge.register()
+
+
+# ---- real weights
+
+
+@pytest.mark.model
+def test_smollm2_generates_the_same_tokens_and_reads_as_well() -> None:
+    pytest.importorskip("gguf")
+    from sparge.demo import make_document
+    from sparge.evaluate.models import load_smollm2
+
+    model, tokenizer = load_smollm2()
+    document = make_document(tokenizer, 512)
+    question, answer = document.ids.split([512 - document.answer_tokens, document.answer_tokens], 1)
+    asked = {"max_new_tokens": document.answer_tokens, "do_sample": False}
+    want, logits = model.generate(question, **asked), output(model, input_ids=document.ids)
+    with sparge.patch(model, EXACT):
+        assert torch.equal(model.generate(question, **asked), want)
+    with sparge.patch(model):
+        sparse = output(model, input_ids=document.ids)
+    assert torch.equal(sparse[:, -1 - document.answer_tokens : -1].argmax(-1), answer)
+    assert (sparse.argmax(-1) == logits.argmax(-1)).float().mean() > 0.95
+    assert not torch.equal(sparse, logits)
