@@ -63,6 +63,11 @@ def falcon() -> Any:
     return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2))
 
 
+def bloom() -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 4}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+
+
 def mamba() -> Any:
     return transformers.MambaModel(transformers.MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1))
 

@@ -197,6 +197,7 @@ def test_a_dry_run_changes_nothing_and_tells_what_would_happen() -> None:
         (small.t5, {}, "dense", "position bias"),
         (small.llama, {"head_dim": 8}, "dense", "head_dim 8 is not from 16 to 256"),
         (small.falcon, {}, "left alone", "computes attention itself"),
+        (small.bloom, {}, "left alone", "computes attention itself"),
     ],
 )
 def test_layers_that_cannot_be_sparse(build: Any, more: Any, action: str, why: str, configs: list[Any]) -> None:
@@ -278,6 +279,13 @@ def test_models_made_with_the_name_use_the_default(configs: list[Any]) -> None:
     model.set_attn_implementation("sdpa")
     output(model, input_ids=tokens())
     assert configs == [sparge.SparseConfig()] * 2
+
+
+def test_the_name_is_refused_by_models_that_would_not_follow_it() -> None:
+    config = small.bloom().config
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sparge")
+    with refused(ValueError, "BloomConfig", "computes attention itself"):
+        output(model, input_ids=tokens())
 
 
 def test_registering_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

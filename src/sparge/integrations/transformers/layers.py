@@ -14,7 +14,7 @@ from sparge.profile import Profile, ProfileError
 
 SPARSE, DENSE, ALONE = "sparse", "dense", "left alone"
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-HEAD_DIMS = ("head_dim", "attention_head_size", "head_size")
+HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 
 
 @dataclass(frozen=True)
@@ -52,39 +52,40 @@ def attention_layers(model: Any, config: SparseConfig | None, profile: Profile |
 
 def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Modules that call transformers' attention interface, and those called attention that compute it themselves."""
-    inside_attention: tuple[str, ...] = ()
+    outer: tuple[str, ...] = ()  # prefixes of what lies inside the latter
     for name, module in model.named_modules():
         if _calls_interface(module):
             yield name, module
         elif "Attention" in type(module).__name__ and not any(map(_calls_interface, module.modules())):
-            if not name.startswith(inside_attention) or not inside_attention:
+            if not any(map(name.startswith, outer)):
                 yield name, module
-            inside_attention += (f"{name}.",)
-
-
-def _calls_interface(module: Any) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _forward_code(module).co_names
+            outer += (f"{name}.",)
 
 
 def reads_implementation(module: Any) -> bool:
     """Whether the layer asks its config which attention implementation to use."""
-    return "_attn_implementation" in _forward_code(module).co_names
+    return "_attn_implementation" in _words(module)
+
+
+def _calls_interface(module: Any) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _words(module)
 
 
 def _must_be_left_alone(module: Any) -> bool:
     """Whether the layer would go wrong under an implementation it does not know; its config is shared by others."""
-    return reads_implementation(module) and (not _calls_interface(module) or bool(_hands_over(module, NOBODY)))
+    return reads_implementation(module) and (not _calls_interface(module) or bool(_words(module).intersection(NOBODY)))
 
 
-def _forward_code(module: Any) -> Any:
-    forward = inspect.unwrap(type(module).forward)
-    return getattr(forward, "__code__", _forward_code.__code__)
-
-
-def _hands_over(module: Any, names: tuple[str, ...]) -> str | None:
-    """Which of these keyword arguments the layer's forward passes on, as its code shows."""
-    words = {word for part in _forward_code(module).co_consts if isinstance(part, tuple) for word in part}
-    return next((name for name in names if name in words), None)
+def _words(module: Any) -> set[str]:
+    """The names and keyword arguments in the code of a module's forward."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return set()
+    words: set[str] = set(code.co_names)
+    for constant in code.co_consts:
+        parts = constant if isinstance(constant, tuple) else (constant,)
+        words.update(part for part in parts if isinstance(part, str))
+    return words
 
 
 def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | None, profile: Profile | None) -> Layer:
@@ -97,9 +98,8 @@ def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | 
     if not _calls_interface(module):
         return layer(ALONE, "it computes attention itself, not through transformers' interface")
     if stubborn is not None:
-        chosen = _hands_over(stubborn, NOBODY)
-        own = "attention of its own" if chosen is None else f"keys of its own choice ({chosen})"
-        return layer(ALONE, f"{type(stubborn).__name__} has {own}")
+        own = "chooses its keys itself" if _calls_interface(stubborn) else "computes attention itself"
+        return layer(ALONE, f"{type(stubborn).__name__} {own}")
     settings = _settings(name, config, profile)
     if settings.config is None:
         return layer(DENSE, "the profile does not name it, and no config is given", settings)
@@ -130,9 +130,9 @@ def _why_dense(module: Any, head_dim: int | None) -> str | None:
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None:
         return f"its scores are soft-capped at {softcap:g}"
-    if _hands_over(module, ("s_aux",)) is not None:
+    if "s_aux" in _words(module):
         return "its softmax has attention sinks"
-    if _hands_over(module, ("position_bias",)) is not None:
+    if "position_bias" in _words(module):
         return "its scores have a position bias"
     if head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"

@@ -6,6 +6,7 @@ transformers describes a mask as a function of (batch, head, row, key), built fr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -105,6 +106,7 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
     """The mask function of attn_implementation="sparge", with the arguments of transformers' sdpa_mask."""
     from transformers.masking_utils import sdpa_mask
 
+    _check_reader(type(arguments.get("config")))
     pattern = None if is_traced() else _pattern(arguments)  # a tracer cannot read values
     if pattern is None:
         ordinary: Tensor | None = None if is_traced() and _is_plain(arguments) else sdpa_mask(**arguments)
@@ -116,6 +118,18 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
         if sight.right == UNBOUNDED and arguments.get("allow_is_bidirectional_skip", False):
             return None
     return PatternMask(pattern)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_reader(config: type) -> None:
+    """Refuse models that take any implementation's name, but compute attention themselves and cannot read our masks."""
+    modeling = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    names = vars(modeling) if modeling is not None and "configuration_" in config.__module__ else {}
+    if "ALL_ATTENTION_FUNCTIONS" not in names and any(name.endswith("Attention") for name in names):
+        raise ValueError(
+            f"the model of {config.__name__} computes attention itself, and does not follow an attn_implementation "
+            "of sparge: leave it as it is, and try sparge.patched."
+        )
 
 
 def sight_of(mask_function: MaskFunction) -> Sight | None:
