@@ -230,7 +230,16 @@ def test_a_model_without_attention_is_left_as_it_is(build: Any) -> None:
     before = dict(vars(model))
     with pytest.warns(sparge.DenseAttentionWarning, match="no attention layer that sparge knows"):
         sparge.patch(model)
+    sparge.unpatch(model)
     assert vars(model) == before
+
+
+def test_a_model_inside_another_module(configs: list[Any]) -> None:
+    model = torch.nn.Sequential(built(small.llama))
+    with torch.no_grad(), sparge.patch(model, EXACT):
+        model(tokens())
+    assert configs == [EXACT] * 2
+    assert model[0].config._attn_implementation == "sdpa"
 
 
 def test_wrong_arguments() -> None:
@@ -247,6 +256,8 @@ def test_wrong_arguments() -> None:
         sparge.unpatch(model)
     with refused(TypeError, "model of transformers", "NoneType"):
         sparge.unpatch(None)
+    with refused(TypeError, "LlamaDecoderLayer", "whole model"):
+        sparge.patch(model.model.layers[0])
     sparge.patch(model)
     with refused(ValueError, "already patched", "unpatch"):
         sparge.patch(model)

@@ -108,9 +108,13 @@ def test_what_is_not_understood_is_left_to_transformers(where: dict[str, Any]) -
     assert torch.equal(mask, want)
 
 
-def test_arguments_of_another_version_are_left_to_transformers() -> None:
-    mask = sparge_mask(batch_size=1, q_length=20, kv_length=30, q_offset=10)
-    assert type(mask) is Tensor
+def test_arguments_of_other_versions() -> None:
+    arguments = sizes(50, 80, 30) | {"mask_function": CAUSAL}
+    want = whole(sparge_mask(**arguments))
+    older = {name: arguments[name] for name in ("batch_size", "kv_length", "mask_function")}
+    assert torch.equal(whole(sparge_mask(**older, cache_position=torch.arange(30, 80))), want)
+    del arguments["mask_function"], arguments["allow_is_bidirectional_skip"]
+    assert type(sparge_mask(**arguments)) is Tensor  # transformers' own, by its own default
 
 
 # ---- as a tensor

@@ -12,12 +12,12 @@ import torch
 from sparge.config import SparseConfig
 from sparge.integrations.fallback import DenseAttentionWarning
 from sparge.integrations.transformers.attention import SETTINGS
-from sparge.integrations.transformers.interface import ImplementationSwitch
-from sparge.integrations.transformers.layers import SPARSE, Layer, attention_layers, reads_implementation
+from sparge.integrations.transformers.interface import ImplementationSwitch, reads_implementation
+from sparge.integrations.transformers.layers import SPARSE, Layer, attention_layers
 from sparge.integrations.transformers.registration import NAME, register
 from sparge.profile import Profile
 
-RECORD = "sparge_patch"  # the attribute of a patched model that holds how it was before
+RECORD = "sparge_patch"  # the attribute of a patched model: how it was before; None: nothing was switched
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ def patch(
     if dry_run:
         return plan
     taken = {layer.name: layer for layer in plan.layers if layer.settings is not None}
-    _warn(model, plan)
+    _warn(plan)
+    switch = None
     if taken:
         register()
         others = [model.get_submodule(layer.name) for layer in plan.layers if layer.settings is None]
-        left_out = [module.config for module in others if reads_implementation(module)]
-        setattr(model, RECORD, ImplementationSwitch(model, NAME, left_out))
+        switch = ImplementationSwitch(model, NAME, [one.config for one in others if reads_implementation(type(one))])
+    setattr(model, RECORD, switch)
     for name, layer in taken.items():
         setattr(model.get_submodule(name), SETTINGS, layer.settings)
     return Patch(model, plan)
@@ -102,8 +103,9 @@ def unpatch(model: Any) -> None:
     model = _original(_checked_module(model))
     if RECORD not in vars(model):
         raise ValueError(f"{type(model).__name__} is not patched, so there is nothing to restore.")
-    getattr(model, RECORD).restore()
-    delattr(model, RECORD)
+    switch: ImplementationSwitch | None = vars(model).pop(RECORD)
+    if switch is not None:
+        switch.restore()
     for module in model.modules():
         if SETTINGS in vars(module):
             delattr(module, SETTINGS)
@@ -116,7 +118,7 @@ def _checked(model: Any, config: object, profile: object, dry_run: object) -> to
             raise TypeError(f"{name} must be a sparge.{kind.__name__}, not {type(value).__name__}.")
     if not isinstance(dry_run, bool):
         raise TypeError(f"dry_run must be True or False, not {dry_run!r}.")
-    if not dry_run and any(SETTINGS in vars(module) for module in original.modules()):
+    if not dry_run and any(not {SETTINGS, RECORD}.isdisjoint(vars(module)) for module in original.modules()):
         raise ValueError(f"{type(original).__name__} is already patched; call sparge.unpatch on it first.")
     return original
 
@@ -133,7 +135,7 @@ def _original(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def _warn(model: torch.nn.Module, plan: Plan) -> None:
+def _warn(plan: Plan) -> None:
     """One sentence per patch for what will not be sparse."""
     if not plan.layers:
         what = "has no attention layer that sparge knows, and is left as it is; `with sparge.patched():` reaches code "

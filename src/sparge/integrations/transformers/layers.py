@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from sparge.config import SparseConfig
 from sparge.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from sparge.integrations.transformers.attention import NOBODY, LayerSettings
+from sparge.integrations.transformers.interface import calls_interface, forward_words, reads_implementation
 from sparge.profile import Profile, ProfileError
 
 SPARSE, DENSE, ALONE = "sparse", "dense", "left alone"
@@ -54,38 +54,19 @@ def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Modules that call transformers' attention interface, and those called attention that compute it themselves."""
     outer: tuple[str, ...] = ()  # prefixes of what lies inside the latter
     for name, module in model.named_modules():
-        if _calls_interface(module):
+        if calls_interface(type(module)):
             yield name, module
-        elif "Attention" in type(module).__name__ and not any(map(_calls_interface, module.modules())):
+        elif "Attention" in type(module).__name__ and not any(calls_interface(type(part)) for part in module.modules()):
             if not any(map(name.startswith, outer)):
                 yield name, module
             outer += (f"{name}.",)
 
 
-def reads_implementation(module: Any) -> bool:
-    """Whether the layer asks its config which attention implementation to use."""
-    return "_attn_implementation" in _words(module)
-
-
-def _calls_interface(module: Any) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _words(module)
-
-
 def _must_be_left_alone(module: Any) -> bool:
     """Whether the layer would go wrong under an implementation it does not know; its config is shared by others."""
-    return reads_implementation(module) and (not _calls_interface(module) or bool(_words(module).intersection(NOBODY)))
-
-
-def _words(module: Any) -> set[str]:
-    """The names and keyword arguments in the code of a module's forward."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None:
-        return set()
-    words: set[str] = set(code.co_names)
-    for constant in code.co_consts:
-        parts = constant if isinstance(constant, tuple) else (constant,)
-        words.update(part for part in parts if isinstance(part, str))
-    return words
+    kind = type(module)
+    own_keys = not forward_words(kind).isdisjoint(NOBODY)
+    return reads_implementation(kind) and (own_keys or not calls_interface(kind))
 
 
 def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | None, profile: Profile | None) -> Layer:
@@ -95,10 +76,10 @@ def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | 
     def layer(action: str, why: str, settings: LayerSettings | None = None) -> Layer:
         return Layer(name, kind, heads, head_dim, action, why, settings)
 
-    if not _calls_interface(module):
+    if not calls_interface(type(module)):
         return layer(ALONE, "it computes attention itself, not through transformers' interface")
     if stubborn is not None:
-        own = "chooses its keys itself" if _calls_interface(stubborn) else "computes attention itself"
+        own = "chooses its keys itself" if calls_interface(type(stubborn)) else "computes attention itself"
         return layer(ALONE, f"{type(stubborn).__name__} {own}")
     settings = _settings(name, config, profile)
     if settings.config is None:
@@ -130,9 +111,9 @@ def _why_dense(module: Any, head_dim: int | None) -> str | None:
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None:
         return f"its scores are soft-capped at {softcap:g}"
-    if "s_aux" in _words(module):
+    if "s_aux" in forward_words(type(module)):
         return "its softmax has attention sinks"
-    if "position_bias" in _words(module):
+    if "position_bias" in forward_words(type(module)):
         return "its scores have a position bias"
     if head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from sparge.integrations.fallback import FEW_ROWS
+from sparge.integrations.transformers.interface import calls_interface
 from sparge.library import is_traced
 from sparge.visibility import UNBOUNDED, Visibility
 
@@ -123,9 +123,10 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _check_reader(config: type) -> None:
     """Refuse models that take any implementation's name, but compute attention themselves and cannot read our masks."""
-    modeling = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
-    names = vars(modeling) if modeling is not None and "configuration_" in config.__module__ else {}
-    if "ALL_ATTENTION_FUNCTIONS" not in names and any(name.endswith("Attention") for name in names):
+    home = config.__module__.replace("configuration_", "modeling_")
+    defined = [one for one in vars(sys.modules.get(home, torch)).values() if getattr(one, "__module__", None) == home]
+    layers = [one for one in defined if isinstance(one, type) and "Attention" in one.__name__]
+    if home != config.__module__ and layers and not any(map(calls_interface, layers)):
         raise ValueError(
             f"the model of {config.__name__} computes attention itself, and does not follow an attn_implementation "
             "of sparge: leave it as it is, and try sparge.patched."
@@ -146,15 +147,17 @@ def sight_of(mask_function: MaskFunction) -> Sight | None:
         return (min(s[0] for s in known), min(s[1] for s in known)) if known and len(known) == len(sights) else None
     if _is_made_by(mask_function, masking_utils.sliding_window_overlay):
         return _captured(mask_function, "sliding_window") - 1, UNBOUNDED
-    if _is_made_by(mask_function, masking_utils.sliding_window_bidirectional_overlay):
+    if _is_made_by(mask_function, getattr(masking_utils, "sliding_window_bidirectional_overlay", None)):
         return (_captured(mask_function, "sliding_window"),) * 2
     return None
 
 
-def _is_made_by(function: MaskFunction, factory: Callable[..., Any]) -> bool:
-    """Whether `factory` defines this function in its body: every one that it returns has the same code object."""
-    inner = [constant for constant in factory.__code__.co_consts if isinstance(constant, CodeType)]
-    return getattr(function, "__code__", None) in inner
+def _is_made_by(function: MaskFunction, factory: Any) -> bool:
+    """Whether `factory` defines this function in its body; None: this version has no such factory."""
+    if factory is None:
+        return False
+    code = getattr(function, "__code__", None)
+    return code is not None and any(code is constant for constant in factory.__code__.co_consts)
 
 
 def _captured(function: MaskFunction, name: str) -> Any:
@@ -181,16 +184,17 @@ def _is_plain(arguments: dict[str, Any]) -> bool:
 
 def _pattern(arguments: dict[str, Any]) -> Pattern | None:
     """None where sparge cannot say the same: other patterns, other alignments, other versions' arguments."""
-    if not {"batch_size", "q_length", "kv_length", "mask_function"} <= arguments.keys():
+    rows = _rows(arguments)
+    if rows is None or not {"batch_size", "kv_length", "mask_function"} <= arguments.keys():
         return None
-    if arguments["q_length"] <= FEW_ROWS:  # dense anyway, and transformers may compile decoding steps
+    if len(rows) <= FEW_ROWS:  # dense anyway, and transformers may compile decoding steps
         return None
     sight = sight_of(arguments["mask_function"])
     if sight is None:
         return None
     left, right = sight
-    q_len, k_len, kv_offset = arguments["q_length"], arguments["kv_length"], arguments.get("kv_offset", 0)
-    end = int(arguments.get("q_offset", 0)) + q_len - kv_offset  # the key where the last row stands, plus one
+    k_len, kv_offset = arguments["kv_length"], arguments.get("kv_offset", 0)
+    end = rows.stop - kv_offset  # the key where the last row stands, plus one
     if left < UNBOUNDED or right < UNBOUNDED:
         if not 0 < end <= k_len or (right > 0 and end != k_len):
             return None
@@ -203,4 +207,14 @@ def _pattern(arguments: dict[str, Any]) -> Pattern | None:
         padding = None if bool(padding.all()) else padding
     device = torch.device(arguments.get("device", "cpu"))
     left, right = (UNBOUNDED if side >= end - 1 and side > 0 else side for side in (left, right))  # reach every key
-    return Pattern(Visibility(q_len, end, device, left, right, padding), arguments["batch_size"], k_len)
+    return Pattern(Visibility(len(rows), end, device, left, right, padding), arguments["batch_size"], k_len)
+
+
+def _rows(arguments: dict[str, Any]) -> range | None:
+    """The positions of the query rows; versions before 5.4 give them one by one."""
+    positions = arguments.get("cache_position")
+    if positions is None:
+        start = int(arguments.get("q_offset", 0))
+        return range(start, start + arguments["q_length"]) if "q_length" in arguments else None
+    start, stop = int(positions[0]), int(positions[-1]) + 1
+    return range(start, stop) if stop - start == len(positions) else None

@@ -37,8 +37,8 @@ def register_with_transformers() -> None:
 
 def _register_if_known() -> None:
     """A transformers that is too old has no name to register: it will refuse "sparge" itself."""
-    home = sys.modules[HOME]
-    if hasattr(home, "AttentionInterface"):
+    package = sys.modules["transformers"]
+    if all(hasattr(package, name) for name in ("AttentionInterface", "AttentionMaskInterface")):
         register()
 
 
