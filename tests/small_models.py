@@ -58,6 +58,17 @@ def llama4() -> Any:
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SIZES, **chunks))
 
 
+def deepseek() -> Any:
+    """Version 3.2, which chooses the keys of each row itself."""
+    heads = {
+        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        "index_n_heads": 2, "index_head_dim": 32, "index_topk": 16,
+    }  # fmt: skip
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    sizes.pop("head_dim")
+    return transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**sizes, **heads))
+
+
 def falcon() -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2))

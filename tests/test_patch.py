@@ -198,6 +198,7 @@ def test_a_dry_run_changes_nothing_and_tells_what_would_happen() -> None:
         (small.llama, {"head_dim": 8}, "dense", "head_dim 8 is not from 16 to 256"),
         (small.falcon, {}, "left alone", "computes attention itself"),
         (small.bloom, {}, "left alone", "computes attention itself"),
+        (small.deepseek, {}, "left alone", "chooses its keys itself"),
     ],
 )
 def test_layers_that_cannot_be_sparse(build: Any, more: Any, action: str, why: str, configs: list[Any]) -> None:

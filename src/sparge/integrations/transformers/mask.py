@@ -124,9 +124,12 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
 def _check_reader(config: type) -> None:
     """Refuse models that take any implementation's name, but compute attention themselves and cannot read our masks."""
     home = config.__module__.replace("configuration_", "modeling_")
-    defined = [one for one in vars(sys.modules.get(home, torch)).values() if getattr(one, "__module__", None) == home]
-    layers = [one for one in defined if isinstance(one, type) and "Attention" in one.__name__]
-    if home != config.__module__ and layers and not any(map(calls_interface, layers)):
+    modeling = sys.modules.get(home)
+    if modeling is None or home == config.__module__:
+        return
+    defined = [one for one in vars(modeling).values() if isinstance(one, type) and one.__module__ == home]
+    layers = [one for one in defined if "Attention" in one.__name__]
+    if layers and not any(map(calls_interface, layers)):
         raise ValueError(
             f"the model of {config.__name__} computes attention itself, and does not follow an attn_implementation "
             "of sparge: leave it as it is, and try sparge.patched."
