@@ -79,7 +79,7 @@ def problem(
 
 def on_its_device(backend: str, inputs: Inputs) -> Inputs:
     """The same problem where the backend runs."""
-    if backend not in ("triton", "hopper", "dense") or INTERPRETED:
+    if backend not in ("triton", "hopper", "dense") or INTERPRETED or not torch.cuda.is_available():
         return inputs
     valid = inputs.visibility.key_valid
     sight = replace(inputs.visibility, device=torch.device("cuda"), key_valid=None if valid is None else valid.cuda())

@@ -233,6 +233,9 @@ def test_stats_say_which_backend_ran_and_why():
     q, k, v = tensors(q_len=70)
     _, stats = sparge.attention(q, k, v, return_stats=True)
     assert stats.quantization == "none"  # what auto means on a CPU
+    assert stats.backend == "dense"
+    assert "too short to gain" in stats.reason
+    _, stats = sparge.attention(q, k, v, config=SparseConfig(quantization="none"), return_stats=True)
     assert stats.backend in ("cpu", "torch")
     assert stats.reason
     for mode in ("int8", "int8-fp8"):
@@ -241,6 +244,21 @@ def test_stats_say_which_backend_ran_and_why():
         assert "cpu" in stats.reason
         assert "torch" in stats.reason
         assert mode in stats.reason
+
+
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "is_dense"), [(2047, 2047, True), (2048, 2048, False), (16, 9000, True), (1500, 3300, False)]
+)
+def test_calls_too_short_to_gain_are_dense_on_a_cpu(q_len, k_len, is_dense):
+    q, k, v = tensors(q_len=q_len, k_len=k_len, heads=1)
+    out, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True)
+    assert (stats.backend == "dense") is is_dense
+    if is_dense:
+        want, _ = plain_attention(q, k, v, seen_pairs(q_len, k_len, True))
+        torch.testing.assert_close(out, want.to(out.dtype), atol=1e-4, rtol=1e-4)
+    for more in ({"config": SparseConfig(quantization="none")}, {"return_lse": True}, {"window": (64, 0)}):
+        *_, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True, **more)
+        assert stats.backend != "dense"
 
 
 def test_an_engine_that_is_missing_is_passed_over(monkeypatch):

@@ -113,7 +113,7 @@ def test_narrower_vector_units_give_the_same(lanes, monkeypatch):
 def test_an_unusable_llvmlite_is_passed_over_with_a_reason(monkeypatch):
     monkeypatch.setattr(launch, "_broken_llvmlite", lambda: "llvmlite does not work here")
     q, k, v = tensors()
-    _, stats = sparge.attention(q, k, v, return_stats=True)
+    _, stats = sparge.attention(q, k, v, config=SparseConfig(quantization="none"), return_stats=True)
     assert stats.backend == "torch"
     assert "llvmlite does not work here" in stats.reason
 

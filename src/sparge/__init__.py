@@ -3,6 +3,10 @@
 from sparge.api import attention, block_sparse_attention, predict_mask, varlen_attention
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.integrations.fallback import DenseAttentionWarning
+from sparge.integrations.patch import Patch, Plan, patch, unpatch
+from sparge.integrations.torch_sdpa import Calls, patched
+from sparge.integrations.transformers.registration import register, register_with_transformers
 from sparge.ordering import TokenOrder, token_order
 from sparge.profile import Profile
 from sparge.stages import Stats
@@ -10,16 +14,26 @@ from sparge.tuning.search import tune
 
 __version__ = "0.1.0"
 
+register_with_transformers()
+
 __all__ = [
     "BlockMask",
+    "Calls",
+    "DenseAttentionWarning",
+    "Patch",
+    "Plan",
     "Profile",
     "SparseConfig",
     "Stats",
     "TokenOrder",
     "attention",
     "block_sparse_attention",
+    "patch",
+    "patched",
     "predict_mask",
+    "register",
     "token_order",
     "tune",
+    "unpatch",
     "varlen_attention",
 ]

@@ -15,7 +15,7 @@ from sparge.block_mask import BlockMask
 from sparge.budget import Verdict, enforce
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
-from sparge.library import traced_attention
+from sparge.library import is_traced, traced_attention
 from sparge.packing import Packing
 from sparge.stages import Output, Stats
 
@@ -55,7 +55,7 @@ def attention(
     >>> out.shape, stats.visible.shape
     (torch.Size([1, 8, 1024, 64]), torch.Size([1, 8]))
     """
-    if _is_traced() and dropout_p == 0.0:
+    if is_traced() and dropout_p == 0.0:
         traced = traced_attention(
             query, key, value, attn_mask, is_causal, scale, enable_gqa, config, window, layout, return_lse
         )
@@ -238,7 +238,7 @@ class Run:
 
 
 def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Run:
-    if _is_traced():
+    if is_traced():
         raise RuntimeError("torch's tracers see only sparge.attention: call this function outside the traced code.")
     with _exact_arithmetic(inputs):
         choice = choose(inputs, config, own_mask=mask is not None)
@@ -249,15 +249,6 @@ def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) ->
         if config.max_error is None:
             return Run(inputs, choice, mask, output)
         return Run(inputs, choice, mask, *enforce(output, blocks, backend, config))
-
-
-def _is_traced() -> bool:
-    """Whether torch.compile, make_fx, export or jit.trace is recording: it must see one operator, not our memory."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def _exact_arithmetic(inputs: Inputs) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from sparge.api import attention, predict_mask
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import visibility
+from sparge.integrations.transformers.interface import register_attention
 from sparge.stages import Stats
 
 CITIES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tallinn", "Adelaide")
@@ -111,11 +112,8 @@ class Reader:
     """A model with the recorder in place of its attention."""
 
     def __init__(self, model: Any, on_layer: Callable[[], None]) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
         self.model, self.recorder = model, AttentionRecorder(on_layer)
-        AttentionInterface.register("sparge_demo", self.recorder)
-        AttentionMaskInterface.register("sparge_demo", lambda *_, **__: None)
+        register_attention("sparge_demo", self.recorder)
         model.set_attn_implementation("sparge_demo")
 
     @torch.inference_mode()

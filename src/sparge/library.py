@@ -78,6 +78,15 @@ def _(
     return output, lse, counts[0], counts[1], counts[2], error, redone
 
 
+def is_traced() -> bool:
+    """Whether torch.compile, make_fx, export or jit.trace is recording: it must see one operator, not our memory."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def traced_attention(
     query: Tensor,
     key: Tensor,

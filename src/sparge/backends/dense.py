@@ -17,6 +17,9 @@ from sparge.stages import Blocks, Output
 # capture will not pay for launches.
 WORTH_PREDICTING = 2.5e9
 WORTH_PREDICTING_CAPTURED = 1e9
+# Tokens from which a sparse call is tried on a CPU, the harmonic mean of rows and keys: prediction reads each once,
+# dense attention every pair. From here on the CPU engine is as fast as torch's kernel even if nothing is skipped.
+TOKENS_WORTH_PREDICTING = 2048
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
 
 
@@ -28,11 +31,11 @@ class DenseBackend:
     merit = "sparsity cannot help: everything is kept, or the call is too short to gain"
 
     def unavailable(self) -> str | None:
-        return None if torch.cuda.is_available() else "no CUDA device"
+        return None
 
     def unsupported(self, inputs: Inputs, config: SparseConfig) -> str | None:
         query, sight = inputs.query, inputs.visibility
-        if query.device.type != "cuda":
+        if query.device.type not in ("cuda", "cpu"):
             return f"tensors are on {query.device.type}"
         if config.quantization != "auto":
             return f"the call asks for {config.quantization}"
@@ -41,9 +44,7 @@ class DenseBackend:
         causal = sight.right == 0 and sight.q_len <= sight.k_len
         if sight.left < sight.k_len or (sight.right < sight.k_len and not causal):
             return "windows need sparge's kernels"
-        captured = torch.cuda.is_current_stream_capturing()
-        enough = (WORTH_PREDICTING_CAPTURED if captured else WORTH_PREDICTING) * _processors(query.device)
-        if not config.keeps_everything and _operations(inputs) >= enough:
+        if _worth_predicting(inputs) and (query.device.type == "cpu" or not config.keeps_everything):
             return "enough work for sparsity to pay"
         return None
 
@@ -62,6 +63,14 @@ class DenseBackend:
         inputs = blocks.inputs
         skipped = torch.zeros(inputs.query.shape[:2], dtype=torch.int64, device=inputs.query.device)
         return Output(_attention(inputs), None, skipped)
+
+
+def _worth_predicting(inputs: Inputs) -> bool:
+    device, rows, keys = inputs.query.device, inputs.query.shape[2], inputs.key.shape[2]
+    if device.type == "cpu":
+        return 2 * rows * keys >= TOKENS_WORTH_PREDICTING * (rows + keys)
+    captured = torch.cuda.is_current_stream_capturing()
+    return _operations(inputs) >= (WORTH_PREDICTING_CAPTURED if captured else WORTH_PREDICTING) * _processors(device)
 
 
 def _operations(inputs: Inputs) -> int:
@@ -91,6 +100,8 @@ def _attention(inputs: Inputs) -> Tensor:
 def _cudnn_takes(inputs: Inputs) -> bool:
     query, key, value = inputs.query, inputs.key, inputs.value
     dim, value_dim = query.shape[-1], value.shape[-1]
+    if query.device.type != "cuda":
+        return False
     major, minor = torch.cuda.get_device_capability(query.device)
     return (
         10 * major + minor >= CUDNN_SINCE

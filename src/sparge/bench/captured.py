@@ -53,10 +53,10 @@ def read_captured(path: Path) -> Captured:
 def capture_smollm2(path: Path, tokens: int, layer: int) -> Captured:
     """One layer of SmolLM2-135M reading the document of `sparge demo`."""
     from safetensors.torch import save_file
-    from transformers import AttentionInterface, AttentionMaskInterface
 
     from sparge.demo import make_document
     from sparge.evaluate.models import SMOLLM2_NAME, load_smollm2
+    from sparge.integrations.transformers.interface import register_attention
 
     model, tokenizer = load_smollm2()
     if not 0 <= layer < model.config.num_hidden_layers:
@@ -74,8 +74,7 @@ def capture_smollm2(path: Path, tokens: int, layer: int) -> Captured:
         )
         return output.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("sparge_capture", record)
-    AttentionMaskInterface.register("sparge_capture", lambda *_, **__: None)
+    register_attention("sparge_capture", record)
     model.set_attn_implementation("sparge_capture")
     model.model.layers = model.model.layers[: layer + 1]  # later layers would change nothing
     model.model(make_document(tokenizer, tokens).ids, use_cache=False)

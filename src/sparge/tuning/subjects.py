@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparge.inputs import prepare_inputs
+from sparge.integrations.transformers.interface import ImplementationSwitch, register_attention
 from sparge.visibility import Visibility
 
 Attend = Callable[..., Tensor]  # attend(layer name, query, key, value, **arguments of sparge.attention) -> output
@@ -61,17 +62,13 @@ class TransformersSubject:
     """A causal language model; inputs are token ids [batch, tokens] without padding, layers go by module name."""
 
     def __init__(self, model: Any, name: str | None, loss: Loss | None) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
         self.model = model
         self.name = name or getattr(model.config, "name_or_path", "") or type(model).__name__
         self.loss: Loss | None = loss or self._next_token_loss
         self.layers = {id(module): layer for layer, module in model.named_modules()}
         self.attend: Attend | None = None
-        self.before = model.config._attn_implementation
-        AttentionInterface.register("sparge_tune", self._attention)
-        AttentionMaskInterface.register("sparge_tune", lambda *_, **__: None)
-        model.set_attn_implementation("sparge_tune")
+        register_attention("sparge_tune", self._attention)
+        self.switch: ImplementationSwitch | None = ImplementationSwitch(model, "sparge_tune")
 
     def run(self, item: Any, attend: Attend) -> None:
         _check_ids(item)
@@ -79,8 +76,9 @@ class TransformersSubject:
             self.model.base_model(item, use_cache=False)
 
     def close(self) -> None:
-        self.model.set_attn_implementation(self.before)
-        self.model = None  # transformers remembers the function, and with it this object, for ever
+        assert self.switch is not None
+        self.switch.restore()
+        self.model = self.switch = None  # transformers remembers the function, and with it this object, for ever
 
     def _next_token_loss(self, item: Any, attend: Attend) -> Tensor:
         _check_ids(item)

@@ -1,0 +1,1 @@
+"""Models that people already have: sparge in place of their own attention."""

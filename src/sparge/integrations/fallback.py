@@ -1,0 +1,46 @@
+"""What sparge leaves to dense attention, and why: a refusal is a sentence, and each is said once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.config import SparseConfig
+from sparge.inputs import prepare_inputs
+
+FEW_ROWS = 16  # up to this many query rows (decoding, also speculative) prediction costs more than it saves
+FEW = f"at most {FEW_ROWS} query rows gain nothing"
+
+_said: set[tuple[str, str]] = set()
+
+
+class DenseAttentionWarning(UserWarning):
+    """Attention that sparge was asked for is computed dense; the message says why."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_once(layer: str, reason: str) -> None:
+    """Once per kind of layer and reason; under torch.compile while it traces."""
+    if (layer, reason) in _said:
+        return
+    _said.add((layer, reason))
+    warnings.warn(f"{layer} stays dense: {reason}", DenseAttentionWarning, stacklevel=2)
+
+
+def refusal(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **arguments: Any) -> str | None:
+    """Why sparge.attention would not take this call, or None; `arguments` are its own."""
+    if not torch.compiler.is_compiling():  # which has stand-ins for tensors
+        for x in (query, key, value, arguments.get("attn_mask")):
+            if isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter):
+                return f"sparge takes plain tensors, not {type(x).__name__}."
+            if isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+                return "torch.func transforms do not see into sparge."
+    try:
+        inputs = prepare_inputs(query, key, value, **arguments)
+        config.check_heads(inputs.query.shape[1])
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return None

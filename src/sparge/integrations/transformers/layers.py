@@ -1,0 +1,130 @@
+"""The attention layers of a model, and what sparge would do with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparge.config import SparseConfig
+from sparge.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+from sparge.integrations.transformers.attention import NOBODY, LayerSettings
+from sparge.integrations.transformers.interface import calls_interface, forward_words, reads_implementation
+from sparge.profile import Profile, ProfileError
+
+SPARSE, DENSE, ALONE = "sparse", "dense", "left alone"
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer: what will happen to it, and why."""
+
+    name: str
+    kind: str
+    heads: int | None  # None: the layer does not say
+    head_dim: int | None
+    action: str  # "sparse", "dense" (sparge hands its calls on) or "left alone" (sparge is never called)
+    why: str
+    settings: LayerSettings | None = None  # None: left alone
+
+
+def attention_layers(model: Any, config: SparseConfig | None, profile: Profile | None) -> list[Layer]:
+    """Every attention layer of a model, in its order.
+
+    With a profile, layers that it does not name follow `config`, and stay dense without one.
+    """
+    modules = list(_attention_modules(model))
+    stubborn = {id(module.config): module for _, module in modules if _must_be_left_alone(module)}
+    found = [
+        _layer(name, module, stubborn.get(id(getattr(module, "config", None))), config, profile)
+        for name, module in modules
+    ]
+    strangers = set(profile.layers) - {layer.name for layer in found} if profile is not None else set()
+    if profile is not None and strangers:
+        raise ProfileError(
+            f"the profile of {profile.model} names {len(strangers)} layers that {type(model).__name__} does not have, "
+            f"the first of them {min(strangers)!r}."
+        )
+    return found
+
+
+def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Modules that call transformers' attention interface, and those called attention that compute it themselves."""
+    outer: tuple[str, ...] = ()  # prefixes of what lies inside the latter
+    for name, module in model.named_modules():
+        if calls_interface(type(module)):
+            yield name, module
+        elif "Attention" in type(module).__name__ and not any(calls_interface(type(part)) for part in module.modules()):
+            if not any(map(name.startswith, outer)):
+                yield name, module
+            outer += (f"{name}.",)
+
+
+def _must_be_left_alone(module: Any) -> bool:
+    """Whether the layer would go wrong under an implementation it does not know; its config is shared by others."""
+    kind = type(module)
+    own_keys = not forward_words(kind).isdisjoint(NOBODY)
+    return reads_implementation(kind) and (own_keys or not calls_interface(kind))
+
+
+def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | None, profile: Profile | None) -> Layer:
+    """`stubborn`: a layer under the same config that must be left alone, and this one with it."""
+    kind, heads, head_dim = type(module).__name__, _number(module, HEAD_COUNTS), _number(module, HEAD_DIMS)
+
+    def layer(action: str, why: str, settings: LayerSettings | None = None) -> Layer:
+        return Layer(name, kind, heads, head_dim, action, why, settings)
+
+    if not calls_interface(type(module)):
+        return layer(ALONE, "it computes attention itself, not through transformers' interface")
+    if stubborn is not None:
+        own = "chooses its keys itself" if calls_interface(type(stubborn)) else "computes attention itself"
+        return layer(ALONE, f"{type(stubborn).__name__} {own}")
+    settings = _settings(name, config, profile)
+    if settings.config is None:
+        return layer(DENSE, "the profile does not name it, and no config is given", settings)
+    if heads is not None:
+        settings.config.check_heads(heads)
+    reason = _why_dense(module, head_dim)
+    if reason is not None:
+        return layer(DENSE, reason, LayerSettings(None))
+    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
+    if weight is not None and weight.dtype not in DTYPES:  # a model may be converted later: its calls will tell
+        return layer(DENSE, f"{weight.dtype} is not float16, bfloat16 or float32", settings)
+    window = getattr(module, "sliding_window", None)
+    by = "as the profile says" if settings.tuned else f"rule {' or '.join(settings.config.rule)}"
+    exact = "" if window is None or settings.tuned else f"; exact where its window of {window} binds"
+    return layer(SPARSE, by + exact, settings)
+
+
+def _settings(name: str, config: SparseConfig | None, profile: Profile | None) -> LayerSettings:
+    if profile is None:
+        return LayerSettings(SparseConfig() if config is None else config)
+    if name in profile.layers:
+        return LayerSettings(profile.config_for(name), tuned=True)
+    return LayerSettings(config)
+
+
+def _why_dense(module: Any, head_dim: int | None) -> str | None:
+    """What will hold for every call."""
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    if softcap is not None:
+        return f"its scores are soft-capped at {softcap:g}"
+    if "s_aux" in forward_words(type(module)):
+        return "its softmax has attention sinks"
+    if "position_bias" in forward_words(type(module)):
+        return "its scores have a position bias"
+    if head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    return None
+
+
+def _number(module: Any, names: tuple[str, ...]) -> int | None:
+    """The layer's own number under one of these names, or that of its config."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
