@@ -261,6 +261,15 @@ def test_calls_too_short_to_gain_are_dense_on_a_cpu(q_len, k_len, is_dense):
         assert stats.backend != "dense"
 
 
+def test_few_rows_before_many_keys_make_no_mask_of_every_pair():
+    q, k, v = tensors(q_len=300, k_len=60_000, heads=1)
+    _, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True)
+    assert stats.backend != "dense"
+    assert "mask of every pair" in stats.reason
+    _, stats = sparge.attention(q, k, v, return_stats=True)
+    assert stats.backend == "dense"
+
+
 def test_an_engine_that_is_missing_is_passed_over(monkeypatch):
     q, k, v = tensors(q_len=70)
     want = sparge.attention(q, k, v, config=SPARSE)

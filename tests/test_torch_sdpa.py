@@ -15,6 +15,7 @@ from torch.nn import functional
 import sparge
 
 TORCH = functional.scaled_dot_product_attention
+SPARSE = sparge.SparseConfig(quantization="none")  # "auto" finds the calls below too short to gain
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -120,9 +121,18 @@ def test_models_of_transformers_use_it() -> None:
     assert (calls.sparse, calls.dense.total()) == (2, 0)
 
 
+def test_a_call_that_sparge_computes_dense_is_not_counted_as_sparse() -> None:
+    q = randn(0, 1, 1, 2048, 16)
+    with sparge.patched() as calls:
+        functional.scaled_dot_product_attention(q[:, :, :2047], q, q)
+        functional.scaled_dot_product_attention(q, q, q)
+    assert (calls.sparse, calls.dense.total()) == (1, 1)
+    assert "too short to gain" in str(calls)
+
+
 def test_the_innermost_block_counts_and_errors_restore() -> None:
     q = randn(0, 1, 2, 50, 16)
-    with sparge.patched() as outer:
+    with sparge.patched(SPARSE) as outer:
         with pytest.raises(RuntimeError), sparge.patched(EXACT) as inner:  # noqa: PT012 (one call before the wrong one)
             functional.scaled_dot_product_attention(q, q, q)
             functional.scaled_dot_product_attention(q, q[..., :9], q)
@@ -139,7 +149,7 @@ def test_other_threads_and_tasks_notice_nothing() -> None:
     inside, left = threading.Event(), threading.Event()
 
     def in_a_thread() -> None:
-        with sparge.patched() as own:
+        with sparge.patched(SPARSE) as own:
             inside.set()
             assert left.wait(10)
             functional.scaled_dot_product_attention(q, q, q)
@@ -147,7 +157,7 @@ def test_other_threads_and_tasks_notice_nothing() -> None:
 
     counts: list[int] = []
     thread = threading.Thread(target=in_a_thread)
-    with sparge.patched() as calls:
+    with sparge.patched(SPARSE) as calls:
         thread.start()
         assert inside.wait(10)
         functional.scaled_dot_product_attention(q, q, q)
@@ -157,7 +167,7 @@ def test_other_threads_and_tasks_notice_nothing() -> None:
     assert (calls.sparse, counts) == (1, [1])
 
     async def task(times: int) -> int:
-        with sparge.patched() as own:
+        with sparge.patched(SPARSE) as own:
             for _ in range(times):
                 await asyncio.sleep(0)
                 functional.scaled_dot_product_attention(q, q, q)

@@ -108,7 +108,7 @@ def predict_mask(
     window: Window | None = None,
     layout: str = "BHSD",
 ) -> BlockMask:
-    """The mask that `attention` would use, alone.
+    """The mask that `attention` would use, alone; also for calls so short that `attention` would rather be dense.
 
     But for blocks kept because their values are not finite, and heads that max_error has computed anew: neither can be
     known from Q and K.

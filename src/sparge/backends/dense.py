@@ -20,6 +20,7 @@ WORTH_PREDICTING_CAPTURED = 1e9
 # Tokens from which a sparse call is tried on a CPU, the harmonic mean of rows and keys: prediction reads each once,
 # dense attention every pair. From here on the CPU engine is as fast as torch's kernel even if nothing is skipped.
 TOKENS_WORTH_PREDICTING = 2048
+MOST_MASKED_PAIRS = 1 << 24  # on a CPU torch makes a matrix of causal order between unequal lengths
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
 
 
@@ -44,6 +45,9 @@ class DenseBackend:
         causal = sight.right == 0 and sight.q_len <= sight.k_len
         if sight.left < sight.k_len or (sight.right < sight.k_len and not causal):
             return "windows need sparge's kernels"
+        pairs = sight.q_len * sight.k_len
+        if query.device.type == "cpu" and causal and sight.q_len < sight.k_len and pairs > MOST_MASKED_PAIRS:
+            return "torch would make a mask of every pair"
         if _worth_predicting(inputs) and (query.device.type == "cpu" or not config.keeps_everything):
             return "enough work for sparsity to pay"
         return None

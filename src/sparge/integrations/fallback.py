@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.backends import choose
 from sparge.config import SparseConfig
 from sparge.inputs import prepare_inputs
 
@@ -44,3 +45,9 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **a
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return None
+
+
+def dense_anyway(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **arguments: Any) -> str | None:
+    """Why sparge.attention itself would compute this call dense, or None."""
+    choice = choose(prepare_inputs(query, key, value, **arguments, needs_lse=False), config)
+    return f"{choice.reason}." if choice.backend.name == "dense" else None

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from sparge.api import attention
 from sparge.config import SparseConfig
-from sparge.integrations.fallback import FEW, FEW_ROWS, refusal
+from sparge.integrations.fallback import FEW, FEW_ROWS, dense_anyway, refusal
 
 
 @dataclass
@@ -51,7 +51,7 @@ def patched(config: SparseConfig | None = None) -> Iterator[Calls]:
     mean what they mean in torch: is_causal aligns top-left. Code under torch.compile stays dense. Blocks may be nested;
     the innermost counts. The Calls that it gives say how many calls were sparse, and why the others were not.
 
-    >>> q = torch.randn(1, 4, 256, 64)
+    >>> q = torch.randn(1, 1, 2048, 64)
     >>> with patched() as calls:
     ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     >>> print(calls)
@@ -108,7 +108,8 @@ def _attention(
     if reason is None:
         if is_causal:  # top-left: keys after the last row are seen by none
             key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
-        reason = refusal(query, key, value, block.config, **arguments)
+        operands = (query, key, value, block.config)
+        reason = refusal(*operands, **arguments) or dense_anyway(*operands, **arguments)
     if reason is not None:
         block.calls.dense[reason] += 1
         return _torch_attention(query, key, value, **arguments)
