@@ -123,7 +123,8 @@ def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog):
     torch.manual_seed(0)
     for _ in range(40):
         kv_heads, group, dim = rng.choice((1, 2)), rng.choice((1, 4)), rng.choice((64, 128))
-        q_lens, k_lens = ([rng.choice((0, 1, rng.randint(2, 700), rng.randint(2, 4000))) for _ in range(rng.randint(1, 6))] for _ in range(2))
+        lengths = (0, 1, rng.randint(2, 700), rng.randint(2, 4000))
+        q_lens, k_lens = ([rng.choice(lengths) for _ in range(rng.randint(1, 6))] for _ in range(2))
         k_lens = (k_lens * 6)[: len(q_lens)]
         if sum(q_lens) == 0 or sum(k_lens) == 0:
             continue

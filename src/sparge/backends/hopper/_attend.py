@@ -11,6 +11,9 @@ nothing. Rows are summed by the tensor core, by a product with ones, which gives
 divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
 
 Where registers allow it, values are multiplied one step late, while the exponentials of the next are taken.
+
+The second stage asks, block by block, whether some row of the warpgroup has a score near enough to its best; if none
+has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere.
 """
 
 from triton.experimental import gluon
@@ -52,6 +55,7 @@ class Problem:
     q_blocks: gl.tensor  # that have lists
     first_block: gl.tensor
     k_blocks: gl.tensor
+    k_slots: gl.tensor  # key blocks between one head and the next
     padded: gl.tensor
     tiles: gl.tensor
     left: gl.tensor
@@ -65,6 +69,9 @@ class Problem:
     VALID: gl.tensor
     Q_ENDS: gl.tensor
     K_ENDS: gl.tensor
+    V_FINITE: gl.tensor
+    LAMBDA: gl.tensor
+    SKIPPED: gl.tensor
     D: gl.constexpr
     DVP: gl.constexpr
     WGS: gl.constexpr
@@ -75,13 +82,15 @@ class Problem:
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
     PACKED: gl.constexpr
+    SECOND: gl.constexpr
+    SKIP_ROWS: gl.constexpr  # that share a count in SKIPPED
     SLACK: gl.constexpr  # how far a score may exceed the row's best, in bits, before that follows; below log2(448) - 8
 
     @gluon.constexpr_function
     def __init__(
-        self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, padded, tiles, left,
-        right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, D, DVP, WGS, BQ, BK, STAGES,
-        MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SLACK,
+        self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
+        D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
@@ -89,9 +98,11 @@ class Problem:
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
         self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
+        self.k_slots, self.V_FINITE, self.LAMBDA, self.SKIPPED = k_slots, V_FINITE, LAMBDA, SKIPPED
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
         self.STAGES, self.MASK_ALL, self.PACKED = map(gl.constexpr, (STAGES, MASK_ALL, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
+        self.SECOND, self.SKIP_ROWS = map(gl.constexpr, (SECOND, SKIP_ROWS))
 
 
 @aggregate
@@ -194,6 +205,7 @@ class Tile:
     """Rows that share a list, and the steps that it takes. The first `masked` entries go the slower way."""
 
     at: Place
+    slot: gl.tensor  # of its query block among those that have lists
     first_row: gl.tensor
     lists: gl.tensor
     masked: gl.tensor
@@ -201,8 +213,8 @@ class Tile:
     steps: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, at, first_row, lists, masked, masked_steps, steps):
-        self.at, self.first_row, self.lists = at, first_row, lists
+    def __init__(self, at, slot, first_row, lists, masked, masked_steps, steps):
+        self.at, self.slot, self.first_row, self.lists = at, slot, first_row, lists
         self.masked, self.masked_steps, self.steps = masked, masked_steps, steps
 
 
@@ -230,23 +242,27 @@ def tile_of(ticket, p):
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
         masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    return Tile(at, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
+    return Tile(at, slot, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
 
 @aggregate
 class Step:
-    """Two units of 64 keys: where they begin, and their scales. The second may not be real."""
+    """Two units of 64 keys: where they begin, their scales, and which the second stage may not skip (1, 2: a, b).
+
+    The second may not be real.
+    """
 
     a_key: gl.tensor
     b_key: gl.tensor
     b_real: gl.tensor
     a_scale: gl.tensor
     b_scale: gl.tensor
+    needed: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, a_key, b_key, b_real, a_scale, b_scale):
+    def __init__(self, a_key, b_key, b_real, a_scale, b_scale, needed):
         self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
-        self.a_scale, self.b_scale = a_scale, b_scale
+        self.a_scale, self.b_scale, self.needed = a_scale, b_scale, needed
 
 
 @gluon.jit
@@ -268,6 +284,17 @@ def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
+def needed_units(t, a_key, b_key, p):
+    """Units whose values are not all finite: who sees them must know."""
+    needed = a_key * 0
+    if p.SECOND:
+        finite = p.V_FINITE + (t.at.kv_row * p.k_slots + t.at.key // p.BK).to(gl.int64)
+        needed += (gl.load(finite + a_key // p.BK) == 0).to(gl.int32)
+        needed += (gl.load(finite + b_key // p.BK) == 0).to(gl.int32) * 2
+    return needed
+
+
+@gluon.jit
 def step_of(t, step, p, MASK: gl.constexpr):
     a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
     scales = p.K_SCALE + (t.at.kv_row * p.padded + t.at.key) // UNIT
@@ -276,7 +303,7 @@ def step_of(t, step, p, MASK: gl.constexpr):
     if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
         a_scale = gl.where(a_scale == 0, 1.0, a_scale)
         b_scale = gl.where(b_scale == 0, 1.0, b_scale)
-    return Step(a_key, b_key, b_real, a_scale, b_scale)
+    return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, a_key, b_key, p))
 
 
 # ---- the producer
@@ -383,6 +410,12 @@ def hidden_pairs(at, rows, key, real, p):
 
 
 @gluon.jit
+def some_shown(hidden):
+    """bool [64]: rows that see one of a unit's keys."""
+    return gl.max((~hidden).to(gl.int32), 1) != 0
+
+
+@gluon.jit
 def probabilities(raw, factor, shift):
     """2^(score - shift) from sums of products, row by row."""
     zeros = gl.zeros([ROWS, UNIT], gl.float32, HALF_SCORES)
@@ -404,11 +437,17 @@ def start_scores(q, stage, s):
 
 
 @gluon.jit
-def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
-    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
+def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
+    """The rows' best after two units; it stays where they exceed it by less than SLACK bits."""
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
-    best_now = gl.where(top > best + SLACK, top, best)
+    return gl.where(top > best + SLACK, top, best)
+
+
+@gluon.jit
+def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
+    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
+    best_now = followed(a, b, a_factor, b_factor, best, SLACK)
     a_p = probabilities(a, a_factor, best_now - P_SHIFT)
     b_p = probabilities(b, b_factor, best_now - P_SHIFT)
     return a_p, b_p, best_now, gl.exp2(best - best_now)
@@ -484,9 +523,53 @@ def promoted(acc, best, base, exact, p):
 
 
 @gluon.jit
-def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.constexpr):
-    """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
+def union(a, b):
+    return a | b
+
+
+@gluon.jit
+def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, BK: gl.constexpr):
+    """The second stage's choice for a warpgroup: the rows' best; units it wants (1, 2: a, b); blocks it could skip.
+
+    Whatever is not below lam is wanted, NaN too. A block is judged after those before it.
+    """
+    a_top = gl.convert_layout(gl.max(lane_max(a) * per_lane(a_factor), 1), ROW, assert_trivial=True)
+    b_top = gl.convert_layout(gl.max(lane_max(b) * per_lane(b_factor), 1), ROW, assert_trivial=True)
+    a_top = gl.where(a_sees, a_top, NOTHING)
+    b_top = gl.where(b_sees, b_top, NOTHING)
+    after_a = gl.maximum(best, a_top)
+    after_b = gl.maximum(after_a, b_top)
+    if BK == 128:
+        a_top = gl.maximum(a_top, b_top)
+        b_top = a_top
+        after_a = after_b
+        a_sees = a_sees | b_sees
+        b_sees = a_sees
+    a_asks = a_sees & ((a_top - after_a >= lam) | (a_top != a_top) | (a_factor != a_factor))
+    b_asks = b_sees & ((b_top - after_b >= lam) | (b_top != b_top) | (b_factor != b_factor))
+    votes = a_asks.to(gl.int32) + 2 * b_asks.to(gl.int32) + 4 * a_sees.to(gl.int32) + 8 * b_sees.to(gl.int32)
+    votes = gl.reduce(votes, 0, union)
+    wanted = (votes & 3) | needed
+    idle = (votes >> 2) & ~wanted
+    return after_b, wanted, (idle & 1) + (idle >> 1) if BK == 64 else idle & 1
+
+
+@gluon.jit
+def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
+    """(acc, total) shrunk and with a step's probabilities, and what they weigh."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    acc, total = shrunk(acc, total, alpha, p)
+    a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+    acc, sums = start_values(acc, a8, b8, stage, p, s)
+    if p.WRITE_LSE:
+        sums = lane_sum(a_p) + lane_sum(b_p)
+    acc, sums = wait_values(acc, sums, p)
+    return acc, total + sums
+
+
+@gluon.jit
+def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, MASK: gl.constexpr):
+    """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage, parity = ring(c, p)
     mbarrier.wait(s.full.index(stage), parity)
     a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
@@ -495,22 +578,38 @@ def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.conste
         b_hidden = hidden_pairs(t.at, rows, x.b_key, x.b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
-    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
-    if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
-        a_p = gl.where(a_hidden, 0.0, a_p)
-        b_p = gl.where(b_hidden, 0.0, b_p)
-    acc, total = shrunk(acc, total, alpha, p)
-    a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
-    acc, sums = start_values(acc, a8, b8, stage, p, s)
-    if p.WRITE_LSE:
-        sums = lane_sum(a_p) + lane_sum(b_p)
-    acc, sums = wait_values(acc, sums, p)
+    if p.SECOND:
+        a_sees = rows < t.at.q_len
+        b_sees = a_sees
+        if MASK:
+            a_sees = a_sees & some_shown(a_hidden)
+            b_sees = b_sees & some_shown(b_hidden)
+        a_factor, b_factor = q_scale * x.a_scale, q_scale * x.b_scale
+        best_now, wanted, idle = wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, x.needed, p.BK)
+        skipped += idle
+        if wanted != 0:
+            a_p = probabilities(a, a_factor, best_now + gl.where((wanted & 1) != 0, -P_SHIFT, float("inf")))
+            b_p = probabilities(b, b_factor, best_now + gl.where((wanted & 2) != 0, -P_SHIFT, float("inf")))
+            if MASK:
+                a_p = gl.where(a_hidden, 0.0, a_p)
+                b_p = gl.where(b_hidden, 0.0, b_p)
+            acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
+            best = best_now
+    else:
+        a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
+        if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
+            a_p = gl.where(a_hidden, 0.0, a_p)
+            b_p = gl.where(b_hidden, 0.0, b_p)
+        acc, total = with_values(acc, total, a_p, b_p, alpha, stage, p, s)
+        best = best_now
     mbarrier.arrive(s.empty.index(stage), count=1)
-    return acc, total + sums, best_now
+    return acc, total, best, skipped
 
 
 @gluon.jit
-def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exact, p, s, MASK: gl.constexpr):
+def fold_steps(
+    acc, total, best, base, skipped, q, rows, q_scale, lam, t, first, last, c, exact, p, s, MASK: gl.constexpr
+):
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
     What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.
@@ -523,7 +622,9 @@ def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exac
             end = gl.minimum(begin + PROMOTE, last)
             for step in range(begin, end):
                 following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
-                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, x, c + step, t, p, s, MASK)
+                acc, total, best, skipped = fold_step(
+                    acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, p, s, MASK
+                )
                 x = following
             if begin > 0:
                 acc = promoted(acc, best, base, exact, p)
@@ -532,7 +633,7 @@ def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exac
                 acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
                 base = best
             begin = end
-    return acc, total, best, base
+    return acc, total, best, base, skipped
 
 
 @gluon.jit
@@ -663,10 +764,17 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TER
 
 
 @gluon.jit
+def note_skips(skipped, t, wg: gl.constexpr, p):
+    """Add the blocks that a warpgroup's rows skipped to those of the rows they are counted with."""
+    inside = t.first_row % p.BQ + wg * ROWS
+    gl.atomic_add(p.SKIPPED + t.slot * (p.BQ // p.SKIP_ROWS) + inside // p.SKIP_ROWS, skipped)
+
+
+@gluon.jit
 def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    LATE: gl.constexpr = p.WGS == 2  # three have too few registers
+    LATE: gl.constexpr = p.WGS == 2 and not p.SECOND  # three have too few registers
     c = 0
     turn = 0
     tile = next_tile(turn, s)
@@ -678,10 +786,14 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
         exact = s.exact.index(wg)
+        skipped = tile * 0
+        lam = p.scale
+        if p.SECOND:
+            lam = gl.load(p.LAMBDA + t.at.bh % p.heads) * 1.4426950408889634
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg)
-        acc, total, best, base = fold_steps(
-            acc, total, best, best, q, rows, q_scale, t, 0, t.masked_steps, c, exact, p, s, True
+        acc, total, best, base, skipped = fold_steps(
+            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, exact, p, s, True
         )
         if not p.MASK_ALL:
             # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
@@ -691,9 +803,12 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
                     acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, exact, p, s
                 )
             else:
-                acc, total, best, base = fold_steps(
-                    acc, total, best, base, q, rows, q_scale, t, t.masked_steps, t.steps, c, exact, p, s, False
-                )
+                acc, total, best, base, skipped = fold_steps(
+                    acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, exact, p, s,
+                    False,
+                )  # fmt: skip
+        if p.SECOND:
+            note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, t, wg, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
@@ -716,24 +831,25 @@ def third_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV
     consumer(2, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
 
 
-LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks", "first_block", "k_blocks", "padded",
-           "tiles", "left", "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks", "first_block", "k_blocks", "k_slots",
+           "padded", "tiles", "left", "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
-    heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-    o_batch, o_head, o_row,
+    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, LSE_TERM,
+    SKIPPED, OUT, LSE,  # SKIPPED and TICKETS hold zeros
+    heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+    left, right, scale, o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    PACKED: gl.constexpr, SLACK: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
-        heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, padded, tiles, left, right,
-        scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL,
-        HAS_VALID, WRITE_LSE, PACKED, SLACK,
+        heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
+        D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])

@@ -27,22 +27,25 @@ from sparge.backends.hopper._attend import (
     UNIT,
     Problem,
     barriers,
+    followed,
     halves,
     hand_out,
     hidden_pairs,
     keys_of,
-    lane_max,
     lane_sum,
     load_box,
     next_tile,
+    note_skips,
     per_lane,
     probabilities,
     ring,
     set_word,
     shrink_code,
     shrink_operands,
+    some_shown,
     step_of,
     tile_of,
+    wanted_units,
     word_of,
 )
 
@@ -143,15 +146,6 @@ def factors_of(x, q_scale, INT8: gl.constexpr):
 
 
 @gluon.jit
-def followed(a, b, a_factor, b_factor, best):
-    """The rows' best after two units, and what shrinks all before."""
-    top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
-    top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
-    best_now = gl.where(top > best + SLACK, top, best)
-    return best_now, gl.exp2(best - best_now)
-
-
-@gluon.jit
 def shrunk(acc, alpha, p):
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 16])
     COUNT: gl.constexpr = p.DVP // 2
@@ -176,7 +170,22 @@ def start_values(acc, a, b, stage, p, s):
 
 
 @gluon.jit
-def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, INT8: gl.constexpr, MASK: gl.constexpr):
+def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
+    """(acc, total) shrunk and with a step's probabilities, and what they weigh."""
+    acc = shrunk(acc, alpha, p)
+    acc = start_values(acc, as_operand(a_p, p, s), as_operand(b_p, p, s), stage, p, s)
+    total = total * per_lane(alpha) + (lane_sum(a_p) + lane_sum(b_p))
+    return warpgroup_mma_wait(0, deps=(acc,)), total
+
+
+@gluon.jit
+def broken(scores):
+    """NaN for rows with a NaN among their scores, which maxima pass over; else 0."""
+    return gl.where(gl.max((scores != scores).to(gl.int32), 1) != 0, float("nan"), 0.0)
+
+
+@gluon.jit
+def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, INT8: gl.constexpr, MASK: gl.constexpr):
     """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage, parity = ring(c, p)
     mbarrier.wait(s.full.index(stage), parity)
@@ -187,29 +196,52 @@ def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, INT8: gl.conste
         b_hidden = hidden_pairs(t.at, rows, x.b_key, x.b_real, p)
         a = gl.where(a_hidden, HIDDEN if INT8 else float("-inf"), a)
         b = gl.where(b_hidden, HIDDEN if INT8 else float("-inf"), b)
-    best, alpha = followed(a, b, a_factor, b_factor, best)
-    a_p, b_p = probabilities(a, a_factor, best), probabilities(b, b_factor, best)
-    if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
-        a_p = gl.where(a_hidden, 0.0, a_p)
-        b_p = gl.where(b_hidden, 0.0, b_p)
-    acc = shrunk(acc, alpha, p)
-    acc = start_values(acc, as_operand(a_p, p, s), as_operand(b_p, p, s), stage, p, s)
-    total = total * per_lane(alpha) + (lane_sum(a_p) + lane_sum(b_p))
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if p.SECOND:
+        a_sees = rows < t.at.q_len
+        b_sees = a_sees
+        if MASK:
+            a_sees = a_sees & some_shown(a_hidden)
+            b_sees = b_sees & some_shown(b_hidden)
+        a_judged, b_judged = a_factor, b_factor
+        if not INT8:
+            a_judged += broken(a)
+            b_judged += broken(b)
+        best_now, wanted, idle = wanted_units(a, b, a_judged, b_judged, a_sees, b_sees, best, lam, x.needed, p.BK)
+        skipped += idle
+        if wanted != 0:
+            a_p = probabilities(a, a_factor, best_now + gl.where((wanted & 1) != 0, 0.0, float("inf")))
+            b_p = probabilities(b, b_factor, best_now + gl.where((wanted & 2) != 0, 0.0, float("inf")))
+            if MASK:
+                a_p = gl.where(a_hidden, 0.0, a_p)
+                b_p = gl.where(b_hidden, 0.0, b_p)
+            acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
+            best = best_now
+    else:
+        best_now = followed(a, b, a_factor, b_factor, best, p.SLACK)
+        a_p, b_p = probabilities(a, a_factor, best_now), probabilities(b, b_factor, best_now)
+        if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
+            a_p = gl.where(a_hidden, 0.0, a_p)
+            b_p = gl.where(b_hidden, 0.0, b_p)
+        acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
+        best = best_now
     mbarrier.arrive(s.empty.index(stage), count=1)
-    return acc, total, best
+    return acc, total, best, skipped
 
 
 @gluon.jit
-def fold_steps(acc, total, best, q, rows, q_scale, t, first, last, c, p, s, INT8: gl.constexpr, MASK: gl.constexpr):
+def fold_steps(
+    acc, total, best, skipped, q, rows, q_scale, lam, t, first, last, c, p, s, INT8: gl.constexpr, MASK: gl.constexpr
+):
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile."""
     if first < last:
         x = step_of(t, first, p, MASK)
         for step in range(first, last):
             following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
-            acc, total, best = fold_step(acc, total, best, q, rows, q_scale, x, c + step, t, p, s, INT8, MASK)
+            acc, total, best, skipped = fold_step(
+                acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, p, s, INT8, MASK
+            )
             x = following
-    return acc, total, best
+    return acc, total, best, skipped
 
 
 @gluon.jit
@@ -258,15 +290,23 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
+        skipped = tile * 0
+        lam = p.scale
+        if p.SECOND:
+            lam = gl.load(p.LAMBDA + t.at.bh % p.heads) * 1.4426950408889634
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg).reshape([ROWS, p.D])
-        acc, total, best = fold_steps(acc, total, best, q, rows, q_scale, t, 0, t.masked_steps, c, p, s, INT8, True)
+        acc, total, best, skipped = fold_steps(
+            acc, total, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, p, s, INT8, True
+        )
         if not p.MASK_ALL:
             # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
             q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg).reshape([ROWS, p.D])
-            acc, total, best = fold_steps(
-                acc, total, best, q, rows, q_scale, t, t.masked_steps, t.steps, c, p, s, INT8, False
+            acc, total, best, skipped = fold_steps(
+                acc, total, best, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, p, s, INT8, False
             )
+        if p.SECOND:
+            note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, t, wg, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)
@@ -287,19 +327,20 @@ def second_consumer(p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.con
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # [B, Hq, Nq, D] and [B, Hkv, Nk, D], int8 or 16 bits; 16 bits [B, Hkv, Nk, DV]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, LSE_TERM, OUT, LSE,  # TICKETS: a zero
-    heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
+    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_FINITE, LAMBDA, LSE_TERM,
+    SKIPPED, OUT, LSE,  # SKIPPED and TICKETS hold zeros
+    heads, group, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles, left, right, scale,
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, INT8: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SECOND: gl.constexpr, SKIP_ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     WGS: gl.constexpr = 2
     SCORE_BYTES: gl.constexpr = 1 if INT8 else 2
     p = Problem(
-        heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right,
-        scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL,
-        HAS_VALID, WRITE_LSE, False, SLACK,
+        heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE, LAMBDA, SKIPPED,
+        D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
     )  # fmt: skip
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from sparge.backends.hopper import launch_16bit
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import TritonBackend, capability, no_skips, on_device, pieces, sequence_ends
+from sparge.backends.triton.launch import (
+    TritonBackend,
+    capability,
+    either,
+    no_skips,
+    on_device,
+    pieces,
+    sequence_ends,
+    setting,
+)
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, MaskBits, list_rows, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
@@ -55,8 +64,6 @@ class HopperBackend(TritonBackend):
             return refusal
         if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
             return "needs compute capability 9.0"
-        if config.pv_threshold is not None:
-            return "the second stage is for the portable kernels"
         if not all(32 < x.shape[-1] <= 128 for x in (inputs.query, inputs.value)):
             return "takes head_dim 33 to 128"
         if _warpgroups(config.block[0]) is None or config.block[1] not in BLOCK_KEYS:
@@ -70,7 +77,7 @@ class HopperBackend(TritonBackend):
             if not sight.same_as(mask.visible):
                 mask = mask.cut_to(sight, batch)
             if config.quantization == "int8-fp8":
-                return _attend(blocks, mask)
+                return _attend(blocks, mask, config)
             return launch_16bit.attend(blocks, mask, config, _processors(blocks.inputs.query.device))
 
 
@@ -90,6 +97,7 @@ class ListedRows:
     """Some query blocks whose lists fit the scratch: make the lists, then attend over them."""
 
     rows: int  # lists in all
+    tiles_per_head: int
     expand: Launch
     attend: Launch
 
@@ -103,7 +111,9 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tuple[int, ...], processors: int) -> Plan:
+def _plan(
+    problem: Signature, block: tuple[int, int], second: bool, bits: MaskBits, output: tuple[int, ...], processors: int
+) -> Plan:
     from sparge.backends.hopper import _attend as kernels
 
     size, warpgroups = Sizes.of(problem, block, True), _warpgroups(block[0])
@@ -115,7 +125,7 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
         "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "PACKED": problem.packing is not None,
-        "SLACK": SLACK, "REGISTERS": registers,
+        "SECOND": second, "SLACK": SLACK, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
     parts = []
@@ -124,12 +134,11 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
         tiles = here * heads * per_block
         numbers = (
             size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, here, first,
-            size.k_blocks, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
+            size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        parts.append(
-            ListedRows(here * heads, list_rows(size, block, bits, first, here, problem.packing is not None), attend)
-        )
+        expand = list_rows(size, block, bits, first, here, problem.packing is not None)
+        parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     return Plan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
 
 
@@ -167,27 +176,34 @@ def _strides(inputs: Inputs, output: Tensor) -> tuple[int, ...]:
     return (0 if inputs.packing is not None else batch, head, row)
 
 
-def _attend(blocks: Blocks, mask: BlockMask) -> Output:
+def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     inputs, copies, bits = blocks.inputs, blocks.quantized, mask.bits
-    valid = inputs.visibility.key_valid
+    valid, second = inputs.visibility.key_valid, config.pv_threshold is not None
     assert copies is not None
     assert copies.value_scale is not None
     q, output = inputs.query, inputs.empty_output()
-    plan = _plan(inputs.signature, mask.block, MaskBits.of(bits), _strides(inputs, output), _processors(q.device))
+    plan = _plan(
+        inputs.signature, mask.block, second, MaskBits.of(bits), _strides(inputs, output), _processors(q.device)
+    )
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
-    ends = sequence_ends(inputs)
+    ends, skipped, skips = sequence_ends(inputs), no_skips(q.device).expand(size.batch, size.heads), q
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
         listing = (bits, ends[0], counts, lists)
         part.expand(listing, addresses_of(listing))
+        if second:
+            skips = torch.zeros(size.batch, size.heads, part.tiles_per_head, dtype=torch.int32, device=q.device)
         tensors = (
             counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
-            q if valid is None else valid.contiguous().view(torch.int8), *ends, copies.value_scale,
-            q if copies.lse_term is None else copies.lse_term, output, q if lse is None else lse,
+            q if valid is None else valid.contiguous().view(torch.int8), *ends, blocks.v_finite.view(torch.int8),
+            setting(config, "pv_threshold", inputs, second), copies.value_scale, either(copies.lse_term, q),
+            skips, output, either(lse, q),
         )  # fmt: skip
         part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
-    return Output(output, lse, no_skips(q.device).expand(size.batch, size.heads))
+        if second:
+            skipped = skipped + skips.sum(-1, dtype=torch.int64)
+    return Output(output, lse, skipped)

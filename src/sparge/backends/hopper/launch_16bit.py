@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import attend_by_parts
+from sparge.backends.triton.launch import Part, attend_by_parts, either, setting
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
@@ -65,7 +65,12 @@ def _boxes(x: Tensor, columns: int) -> Any:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _launches(
-    problem: Signature, block: tuple[int, int], int8: bool, output: tuple[int, ...], processors: int
+    problem: Signature,
+    block: tuple[int, int],
+    int8: bool,
+    skip_rows: int | None,
+    output: tuple[int, ...],
+    processors: int,
 ) -> tuple[Launch, ...]:
     """One per part of the query blocks, as the portable backend divides them."""
     from sparge.backends.hopper import _attend_16bit as kernels
@@ -76,6 +81,7 @@ def _launches(
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "INT8": int8, "BQ": block[0], "BK": block[1],
         "STAGES": _stages(size, int8), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "REGISTERS": REGISTERS,
+        "SECOND": skip_rows is not None, "SKIP_ROWS": skip_rows or TILE,
         "num_warps": 4, "maxnreg": REGISTERS_AT_LAUNCH,
     }  # fmt: skip
     launches = []
@@ -83,8 +89,8 @@ def _launches(
         here = min(step, size.q_blocks - first)
         tiles = here * heads * per_block
         numbers = (
-            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.padded,
-            tiles, *reach(problem), problem.scale * LOG2_E, *output,
+            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.k_slots,
+            size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         launches.append(Launch(kernels.attend, min(tiles, processors), numbers, constants))
     return tuple(launches)
@@ -109,11 +115,19 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: in
     boxes = (_boxes(q, size.dp), _boxes(k, size.dp), _boxes(v, size.dvp))
     padding = q if valid is None else valid.contiguous().view(torch.int8)
 
-    def launch(number: int, counts: Tensor, lists: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        mine = _launches(inputs.signature, mask.block, copies is not None, output.stride()[:3], processors)[number]
+    second = config.pv_threshold is not None
+    thresholds, finite = setting(config, "pv_threshold", inputs, second), blocks.v_finite.view(torch.int8)
+
+    def launch(part: Part) -> None:
+        skip_rows = mask.block[0] // part.tiles_per_block if second else None
+        launches = _launches(
+            inputs.signature, mask.block, copies is not None, skip_rows, part.output.stride()[:3], processors
+        )
+        mine = launches[part.number]
         rows = mine.numbers[4] * size.batch * size.heads
         tensors = (
-            counts, lists, counts[rows:], q_scale, k_scale, padding, lse_term, output, q if lse is None else lse,
+            part.counts, part.lists, part.counts[rows:], q_scale, k_scale, padding, finite, thresholds, lse_term,
+            part.skips, part.output, either(part.lse, q),
         )  # fmt: skip
         mine((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
 

@@ -7,7 +7,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,12 +123,12 @@ def _per_head(config: SparseConfig, name: str, heads: int, device: torch.device)
     return config.per_head(name, heads, device, torch.float64 if name == "topk" else torch.float32)
 
 
-def _setting(config: SparseConfig, name: str, inputs: Inputs, used: bool) -> Tensor:
+def setting(config: SparseConfig, name: str, inputs: Inputs, used: bool) -> Tensor:
     """A setting per head; kernels that do not use it get a pointer they never read."""
     return _per_head(config, name, inputs.query.shape[1], inputs.query.device) if used else inputs.query
 
 
-def _or(x: Tensor | None, unused: Tensor) -> Tensor:
+def either(x: Tensor | None, unused: Tensor) -> Tensor:
     """A tensor, or a pointer that the kernel never reads."""
     return unused if x is None else x
 
@@ -216,10 +216,10 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
     tensors = (
         blocks.q_means, blocks.k_means, filled, before, *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
-        _or(blocks.q_similarity, q), _or(blocks.k_similarity, q),
+        either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
-        *(_setting(config, name, inputs, name in config.rule) for name in RULES),
-        _setting(config, "similarity", inputs, config.similarity is not None), bits,
+        *(setting(config, name, inputs, name in config.rule) for name in RULES),
+        setting(config, "similarity", inputs, config.similarity is not None), bits,
     )  # fmt: skip
     plan.launch(tensors, addresses_of(tensors))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
@@ -242,13 +242,23 @@ def _protected(config: SparseConfig, q_len: int, k_len: int, device: torch.devic
     return q_flags.to(device), k_flags.to(device)
 
 
-OwnKernel = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], None]  # part, counts, lists, output, LSE
+@dataclass(frozen=True)
+class Part:
+    """As many query blocks as there is scratch for lists of: what a kernel reads and writes for them."""
+
+    number: int
+    tiles_per_block: int
+    counts: Tensor
+    lists: Tensor
+    skips: Tensor  # with the second stage zeros, one per tile
+    output: Tensor
+    lse: Tensor | None
 
 
 def attend_by_parts(
-    blocks: Blocks, mask: BlockMask, config: SparseConfig, own_kernel: OwnKernel | None = None
+    blocks: Blocks, mask: BlockMask, config: SparseConfig, own_kernel: Callable[[Part], None] | None = None
 ) -> Output:
-    """As many query blocks at a time as there is scratch for lists of; `own_kernel` runs in place of the portable."""
+    """Part by part; `own_kernel` runs in place of the portable one."""
     inputs, quantized, bits = blocks.inputs, blocks.quantized, mask.bits
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
     output = inputs.empty_output()
@@ -256,7 +266,7 @@ def attend_by_parts(
     if quantized is not None:
         operands = (
             quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
-            _or(quantized.value_scale, q), _or(quantized.lse_term, q),
+            either(quantized.value_scale, q), either(quantized.lse_term, q),
         )  # fmt: skip
     layout = Operands(
         operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15
@@ -270,18 +280,19 @@ def attend_by_parts(
     for number, part in enumerate(plan.parts):
         skips = q
         if second:
-            skips = q.new_empty(size.batch, size.heads, part.blocks * part.tiles_per_block, dtype=torch.int32)
+            tiles = (size.batch, size.heads, part.blocks * part.tiles_per_block)
+            skips = (torch.empty if own_kernel is None else torch.zeros)(tiles, dtype=torch.int32, device=q.device)
         tensors = (
             *operands, blocks.v_finite.view(torch.int8), q if valid is None else valid.contiguous().view(torch.int8),
-            *sequence_ends(inputs), _setting(config, "pv_threshold", inputs, second), counts, lists, output,
-            _or(lse, q), skips,
+            *sequence_ends(inputs), setting(config, "pv_threshold", inputs, second), counts, lists, output,
+            either(lse, q), skips,
         )  # fmt: skip
         part.expand(listing, addresses_of(listing))
         addresses = addresses_of(tensors)
         if own_kernel is None:
             part.attend(tensors, addresses)
         else:
-            own_kernel(number, counts, lists, output, lse)
+            own_kernel(Part(number, part.tiles_per_block, counts, lists, skips, output, lse))
         if part.careful is not None:
             part.careful(tensors, addresses)
         if second:
