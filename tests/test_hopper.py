@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="needs an H100 or H200")
 LAUNCHES = 10_000
 HANGS_AFTER = 240  # seconds
 KERNELS = tuple(itertools.product(((128, 64), (192, 64), (256, 64), (128, 128)), (64, 96, 128), ("int8-fp8",)))
+WIDE_KERNELS = (((128, 64), 256, "int8-fp8"), ((256, 128), 160, "int8-fp8"))
 KERNELS_16_BIT = tuple(itertools.product(((128, 64), (256, 64), (128, 128)), (64, 96, 128), ("int8", "none")))
 
 
@@ -93,13 +94,16 @@ def a_problem(rng: random.Random, dim: int) -> Inputs:
     return replace(inputs, needs_lse=rng.random() < 0.5)
 
 
-@pytest.mark.parametrize(("block", "dim", "quantization"), KERNELS + KERNELS_16_BIT, ids=str)
+ALL_KERNELS = KERNELS + WIDE_KERNELS + KERNELS_16_BIT
+
+
+@pytest.mark.parametrize(("block", "dim", "quantization"), ALL_KERNELS, ids=str)
 def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, quantization, watchdog):
     rng = random.Random(f"{block} {dim} {quantization}")
     torch.manual_seed(0)
     config = SparseConfig(quantization=quantization, block=block)
     launches = 0
-    while launches < LAUNCHES // len(KERNELS + KERNELS_16_BIT):
+    while launches < LAUNCHES // len(ALL_KERNELS):
         inputs = a_problem(rng, dim)
         assert HOPPER.unsupported(inputs, config) is None
         blocks = HOPPER.summarize(inputs, config)
@@ -115,6 +119,34 @@ def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, quantiz
                 assert torch.equal(got.lse > -torch.inf, seen)
                 torch.testing.assert_close(got.lse[seen], want.lse[seen], atol=1e-3, rtol=1e-4)
             launches += 1
+
+
+SECOND_STAGE_KERNELS = (
+    ((128, 64), 128, "int8-fp8"), ((192, 64), 128, "int8-fp8"), ((256, 128), 64, "int8-fp8"),
+    ((128, 64), 256, "int8-fp8"), ((128, 64), 128, "int8"), ((256, 128), 128, "none"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "dim", "quantization"), SECOND_STAGE_KERNELS, ids=str)
+def test_the_second_stage_skips_what_the_portable_kernel_skips(block, dim, quantization, watchdog):
+    rng = random.Random(f"second {block} {dim} {quantization}")
+    torch.manual_seed(0)
+    skipped, ties, launches = 0, 0, 100
+    for _ in range(launches):
+        inputs = a_problem(rng, dim)
+        config = SparseConfig(quantization=quantization, block=block, pv_threshold=rng.choice((-1.0, -2.0, -4.0)))
+        blocks = HOPPER.summarize(inputs, config)
+        (batch, heads, q_len, _), k_len = inputs.query.shape, inputs.key.shape[2]
+        shape = (batch, heads, -(-q_len // block[0]), -(-k_len // block[1]))
+        mask = BlockMask.from_dense(block_lists(rng, shape).cuda(), q_len, k_len, block)
+        got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+        difference = (got.skipped_pv - want.skipped_pv).abs().sum()
+        skipped += want.skipped_pv.sum()
+        ties += difference
+        if difference == 0:
+            assert_same_rows(got.values.float(), want.values.float(), quantization)
+    assert skipped > 100
+    assert ties <= skipped // 100
 
 
 @pytest.mark.parametrize("block", [(128, 64), (192, 64), (256, 128)], ids=str)

@@ -23,12 +23,14 @@ ARCH = 90
 
 def compiled(
     monkeypatch, block, dim: int, is_causal: bool, needs_lse: bool, padded: bool = False,
-    quantization: str = "int8-fp8", dtype: torch.dtype = torch.bfloat16,
+    quantization: str = "int8-fp8", dtype: torch.dtype = torch.bfloat16, pv_threshold: float | None = None,
 ) -> aot.Resources:  # fmt: skip
     query, key, value = (torch.empty(1, 2, 1000, dim, dtype=dtype) for _ in range(3))
     padding = torch.ones(1, 1, 1, 1000, dtype=torch.bool) if padded else None
     inputs = prepare_inputs(query, key, value, padding, is_causal=is_causal, needs_lse=needs_lse)
-    return compiled_for(monkeypatch, inputs, SparseConfig(quantization=quantization, block=block))
+    return compiled_for(
+        monkeypatch, inputs, SparseConfig(quantization=quantization, block=block, pv_threshold=pv_threshold)
+    )
 
 
 def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resources:
@@ -49,7 +51,7 @@ def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resou
 @pytest.mark.parametrize(
     ("block", "dim", "is_causal", "needs_lse"),
     [((128, 64), 128, True, False), ((128, 64), 64, False, True), ((192, 64), 64, True, False),
-     ((192, 64), 128, True, False), ((256, 128), 96, False, False)],
+     ((192, 64), 128, True, False), ((256, 128), 96, False, False), ((128, 64), 256, True, False)],
     ids=str,
 )  # fmt: skip
 def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse):
@@ -71,6 +73,15 @@ def test_the_kernel_compiles_for_packed_sequences(monkeypatch):
     inputs = pack_inputs(query, key, value, Packing(ends, ends), (700, 700), True, None, None, False)
     resources = compiled_for(monkeypatch, inputs, SparseConfig(quantization="int8-fp8"))
     assert resources.spills_in_loops("IGMMA", "QGMMA")[:2] == [0, 0]
+    assert not resources.serialized
+
+
+@pytest.mark.parametrize(
+    ("block", "quantization"), [((128, 64), "int8-fp8"), ((192, 64), "int8-fp8"), ((128, 64), "int8")]
+)
+def test_the_kernel_compiles_with_the_second_stage(monkeypatch, block, quantization):
+    resources = compiled(monkeypatch, block, 128, True, False, quantization=quantization, pv_threshold=-4.0)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
     assert not resources.serialized
 
 

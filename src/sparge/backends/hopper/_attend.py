@@ -8,7 +8,8 @@ ticket, so that rows with much work and rows with little even out.
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
 nothing. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities should be
-divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
+divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory, or,
+with more than 128 channels, in scratch that stays in L2.
 
 Where registers allow it, values are multiplied one step late, while the exponentials of the next are taken.
 
@@ -72,6 +73,7 @@ class Problem:
     V_FINITE: gl.tensor
     LAMBDA: gl.tensor
     SKIPPED: gl.tensor
+    EXACT: gl.tensor
     D: gl.constexpr
     DVP: gl.constexpr
     WGS: gl.constexpr
@@ -90,7 +92,7 @@ class Problem:
     def __init__(
         self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
-        D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
+        EXACT, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
@@ -98,7 +100,8 @@ class Problem:
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
         self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
-        self.k_slots, self.V_FINITE, self.LAMBDA, self.SKIPPED = k_slots, V_FINITE, LAMBDA, SKIPPED
+        self.k_slots, self.V_FINITE, self.LAMBDA = k_slots, V_FINITE, LAMBDA
+        self.SKIPPED, self.EXACT = SKIPPED, EXACT
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
         self.STAGES, self.MASK_ALL, self.PACKED = map(gl.constexpr, (STAGES, MASK_ALL, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
@@ -113,7 +116,7 @@ class Shared:
     k: gl.shared_memory_descriptor  # [STAGES, 128, D]
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
-    exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]
+    exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
     ticket: gl.shared_memory_descriptor  # [2, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -514,12 +517,30 @@ def wait_values(acc, total, p):
 
 
 @gluon.jit
-def promoted(acc, best, base, exact, p):
+def scratch_of(wg: gl.constexpr, p):
+    """A warpgroup's float32 sums outside shared memory; each thread reads what it wrote itself."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, VALUES)), 1)
+    channel = gl.expand_dims(gl.arange(0, p.DVP, gl.SliceLayout(0, VALUES)), 0)
+    return p.EXACT + (gl.program_id(0) * p.WGS + wg) * (ROWS * p.DVP) + (row * p.DVP + channel)
+
+
+@gluon.jit
+def put_aside(acc, wg: gl.constexpr, p, s):
+    if p.DVP > 128:
+        gl.store(scratch_of(wg, p), acc)
+    else:
+        s.exact.index(wg).store(acc)
+
+
+@gluon.jit
+def promoted(acc, best, base, wg: gl.constexpr, p, s):
     """The float32 sums so far, relative to `base`, and the tensor core's since then, together."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     beta = gl.exp2(base - best)
     beta_v = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    return gl.fma(exact.load(VALUES), beta_v + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
+    before = gl.load(scratch_of(wg, p)) if p.DVP > 128 else s.exact.index(wg).load(VALUES)
+    return gl.fma(before, beta_v + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
 
 
 @gluon.jit
@@ -608,7 +629,23 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, M
 
 @gluon.jit
 def fold_steps(
-    acc, total, best, base, skipped, q, rows, q_scale, lam, t, first, last, c, exact, p, s, MASK: gl.constexpr
+    acc,
+    total,
+    best,
+    base,
+    skipped,
+    q,
+    rows,
+    q_scale,
+    lam,
+    t,
+    first,
+    last,
+    c,
+    wg: gl.constexpr,
+    p,
+    s,
+    MASK: gl.constexpr,
 ):
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
@@ -627,9 +664,9 @@ def fold_steps(
                 )
                 x = following
             if begin > 0:
-                acc = promoted(acc, best, base, exact, p)
+                acc = promoted(acc, best, base, wg, p, s)
             if end < t.steps:
-                exact.store(acc)
+                put_aside(acc, wg, p, s)
                 acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
                 base = best
             begin = end
@@ -675,7 +712,7 @@ def wait_values_with(acc, sums, a_p, b_p, p):
 
 
 @gluon.jit
-def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s):
+def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, wg: gl.constexpr, p, s):
     """As fold_steps, for steps without masks: the values of each are multiplied under the next one's exponentials.
 
     The assembler runs products one after another unless probabilities stay floats until the values' product has ended,
@@ -718,8 +755,8 @@ def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s
                 total += lanes
                 x = following
             if some_exact:
-                acc = promoted(acc, best, base, exact, p)
-            exact.store(acc)
+                acc = promoted(acc, best, base, wg, p, s)
+            put_aside(acc, wg, p, s)
             acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
             base = best
             some_exact = end > 0
@@ -730,16 +767,17 @@ def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s
         mbarrier.arrive(s.empty.index(stage), count=1)
         total += sums
         if some_exact:
-            acc = promoted(acc, best, base, exact, p)
+            acc = promoted(acc, best, base, wg, p, s)
     return acc, total, best, base
 
 
 @gluon.jit
-def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
+def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
                DV: gl.constexpr):  # fmt: skip
     """Divide, and write: through shared memory, so that a row's channels leave sixteen bytes at a time."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.DVP, p.DVP // 8], [4, 1], [1, 0])
+    STAGED: gl.constexpr = p.DVP <= 128  # else there is no room
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.DVP, p.DVP // 8], [4, 1], [1, 0]) if STAGED else VALUES
     ALIGNED: gl.constexpr = 8 if DV % 8 == 0 else 1  # channels that every stride is a multiple of
     row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
     row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
@@ -747,13 +785,17 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TER
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
     v_scale = gl.load(V_SCALE + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
-    exact.store(acc * inverse)
+    out = acc * inverse
+    if STAGED:
+        s.exact.index(wg).store(out)
     first_row = t.first_row + wg * ROWS
     wide = t.at.bh.to(gl.int64)
     at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
     target = OUT + (wide // p.heads) * (o_batch // ALIGNED * ALIGNED) + (wide % p.heads) * (o_head // ALIGNED * ALIGNED)
     target = target + (t.at.q_first + at).to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
-    out = exact.load(FLAT) * gl.expand_dims(v_scale, 0)
+    if STAGED:
+        out = s.exact.index(wg).load(FLAT)
+    out = out * gl.expand_dims(v_scale, 0)
     gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < t.at.q_len) & gl.expand_dims(dv < DV, 0))
     if p.WRITE_LSE:
         rows = first_row + gl.arange(0, ROWS, ROW)
@@ -774,7 +816,7 @@ def note_skips(skipped, t, wg: gl.constexpr, p):
 def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    LATE: gl.constexpr = p.WGS == 2 and not p.SECOND  # three have too few registers
+    LATE: gl.constexpr = p.WGS == 2 and p.DVP <= 128 and not p.SECOND  # three have too few registers
     c = 0
     turn = 0
     tile = next_tile(turn, s)
@@ -785,7 +827,6 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
-        exact = s.exact.index(wg)
         skipped = tile * 0
         lam = p.scale
         if p.SECOND:
@@ -793,25 +834,25 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg)
         acc, total, best, base, skipped = fold_steps(
-            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, exact, p, s, True
+            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, True
         )
         if not p.MASK_ALL:
             # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
             q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
             if LATE:
                 acc, total, best, base = fold_late(
-                    acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, exact, p, s
+                    acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, wg, p, s
                 )
             else:
                 acc, total, best, base, skipped = fold_steps(
-                    acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, exact, p, s,
+                    acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s,
                     False,
                 )  # fmt: skip
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, t, wg, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        store_rows(acc, total, best, t, wg, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
         tile = next_tile(turn, s)
 
@@ -839,7 +880,7 @@ LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
     COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, LSE_TERM,
-    SKIPPED, OUT, LSE,  # SKIPPED and TICKETS hold zeros
+    SKIPPED, EXACT, OUT, LSE,  # SKIPPED and TICKETS hold zeros
     heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
     left, right, scale, o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
@@ -849,7 +890,7 @@ def attend(
     p = Problem(
         heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
-        D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
+        EXACT, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -858,7 +899,8 @@ def attend(
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):
         set_word(slots, i, i, 4)
-    exact = gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    SUMS: gl.constexpr = [WGS, ROWS, DVP] if DVP <= 128 else [1, 1, 4]
+    exact = gl.allocate_shared_memory(gl.float32, SUMS, gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),

@@ -340,7 +340,7 @@ def attend(
     p = Problem(
         heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE, LAMBDA, SKIPPED,
-        D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
+        VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
     )  # fmt: skip
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):

@@ -36,6 +36,7 @@ UNIT = 64  # keys of one TMA box
 BLOCK_KEYS = (64, 128)
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
 SHARED_BYTES = 227 << 10
+NARROW = 128  # value channels whose float32 sums fit shared memory, and registers of three warpgroups
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -64,10 +65,12 @@ class HopperBackend(TritonBackend):
             return refusal
         if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
             return "needs compute capability 9.0"
-        if not all(32 < x.shape[-1] <= 128 for x in (inputs.query, inputs.value)):
-            return "takes head_dim 33 to 128"
+        if not all(32 < x.shape[-1] <= 256 for x in (inputs.query, inputs.value)):
+            return "takes head_dim 33 to 256"
         if _warpgroups(config.block[0]) is None or config.block[1] not in BLOCK_KEYS:
             return f"takes blocks of 128, 192 or 256 rows and 64 or 128 keys, not {config.block}"
+        if _warpgroups(config.block[0]) == 3 and inputs.value.shape[-1] > NARROW:
+            return f"takes blocks of 128 or 256 rows with head_dim above {NARROW}, not {config.block}"
         return None if config.quantization in ("auto", "int8-fp8") else launch_16bit.refusal_of(inputs, config)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
@@ -107,6 +110,7 @@ class Plan:
     sizes: Sizes
     list_entries: int
     list_rows: int
+    scratch: int  # float32 sums that do not fit shared memory
     parts: tuple[ListedRows, ...]
 
 
@@ -139,12 +143,14 @@ def _plan(
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
         expand = list_rows(size, block, bits, first, here, problem.packing is not None)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
-    return Plan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
+    scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
+    return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))
 
 
 def _stages(size: Sizes, warpgroups: int) -> int:
     """K and V stages: four if they fit beside two tiles of Q and the float32 sums, else two."""
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + 4 * size.dvp) + 2048
+    sums = 4 * size.dvp if size.dvp <= NARROW else 0
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + sums) + 2048
     return 4 if 4 * stage + rest <= SHARED_BYTES else 2
 
 
@@ -188,6 +194,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
+    sums = q.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else q
     ends, skipped, skips = sequence_ends(inputs), no_skips(q.device).expand(size.batch, size.heads), q
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
@@ -201,7 +208,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
             counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
             q if valid is None else valid.contiguous().view(torch.int8), *ends, blocks.v_finite.view(torch.int8),
             setting(config, "pv_threshold", inputs, second), copies.value_scale, either(copies.lse_term, q),
-            skips, output, either(lse, q),
+            skips, sums, output, either(lse, q),
         )  # fmt: skip
         part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
         if second:

@@ -30,6 +30,8 @@ def refusal_of(inputs: Inputs, config: SparseConfig) -> str | None:
         return f"multiplies 16-bit values, not {inputs.query.dtype}"
     if inputs.packing is not None:
         return f"takes packed sequences with int8-fp8 only, not {config.quantization}"
+    if max(inputs.query.shape[-1], inputs.value.shape[-1]) > 128:
+        return f"takes head_dim above 128 with int8-fp8 only, not {config.quantization}"
     if config.block[0] % TILE:
         return f"takes blocks of 128 or 256 rows with {config.quantization}, not {config.block}"
     tensors = (inputs.value,) if config.quantization == "int8" else (inputs.query, inputs.key, inputs.value)
