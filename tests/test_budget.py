@@ -112,7 +112,7 @@ def test_the_bound_covers_what_the_sample_missed():
 # ---- enforcement
 
 
-@each_backend("dense", "hopper")  # which have no choice of blocks, or no unquantised kernel of their own
+@each_backend("dense")  # which has no choice of blocks
 def test_only_heads_over_the_budget_are_redone(backend):
     q, k, v = one_bad_head()
     inputs, stages = on_its_device(backend, problem(q, k, v)), BY_NAME[backend]

@@ -8,9 +8,13 @@ ticket, so that rows with much work and rows with little even out.
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
 nothing. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities should be
-divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory.
+divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory, or,
+with more than 128 channels, in scratch that stays in L2.
 
 Where registers allow it, values are multiplied one step late, while the exponentials of the next are taken.
+
+The second stage asks, block by block, whether some row of the warpgroup has a score near enough to its best; if none
+has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere.
 """
 
 from triton.experimental import gluon
@@ -45,11 +49,14 @@ class Problem:
 
     heads: gl.tensor
     group: gl.tensor
-    q_len: gl.tensor
+    q_len: gl.tensor  # of the longest sequence
     k_len: gl.tensor
+    q_tokens: gl.tensor  # rows between one head and the next in per-token tensors
+    k_tokens: gl.tensor
     q_blocks: gl.tensor  # that have lists
     first_block: gl.tensor
     k_blocks: gl.tensor
+    k_slots: gl.tensor  # key blocks between one head and the next
     padded: gl.tensor
     tiles: gl.tensor
     left: gl.tensor
@@ -61,6 +68,12 @@ class Problem:
     Q_SCALE: gl.tensor
     K_SCALE: gl.tensor
     VALID: gl.tensor
+    Q_ENDS: gl.tensor
+    K_ENDS: gl.tensor
+    V_FINITE: gl.tensor
+    LAMBDA: gl.tensor
+    SKIPPED: gl.tensor
+    EXACT: gl.tensor
     D: gl.constexpr
     DVP: gl.constexpr
     WGS: gl.constexpr
@@ -70,22 +83,29 @@ class Problem:
     MASK_ALL: gl.constexpr
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
+    PACKED: gl.constexpr
+    SECOND: gl.constexpr
+    SKIP_ROWS: gl.constexpr  # that share a count in SKIPPED
     SLACK: gl.constexpr  # how far a score may exceed the row's best, in bits, before that follows; below log2(448) - 8
 
     @gluon.constexpr_function
     def __init__(
-        self, heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
-        SLACK,
+        self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
+        EXACT, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
+        self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
         self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
         self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
+        self.k_slots, self.V_FINITE, self.LAMBDA = k_slots, V_FINITE, LAMBDA
+        self.SKIPPED, self.EXACT = SKIPPED, EXACT
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
-        self.STAGES, self.MASK_ALL = map(gl.constexpr, (STAGES, MASK_ALL))
+        self.STAGES, self.MASK_ALL, self.PACKED = map(gl.constexpr, (STAGES, MASK_ALL, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
+        self.SECOND, self.SKIP_ROWS = map(gl.constexpr, (SECOND, SKIP_ROWS))
 
 
 @aggregate
@@ -96,7 +116,7 @@ class Shared:
     k: gl.shared_memory_descriptor  # [STAGES, 128, D]
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
-    exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]
+    exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
     ticket: gl.shared_memory_descriptor  # [2, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -142,12 +162,53 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@gluon.jit
+def sequence(ENDS, batch, length, tokens):
+    """The first token and the length of a packed sequence. Bad ends are cut, so that nothing is read outside."""
+    first = gl.minimum(gl.maximum(gl.load(ENDS + batch), 0).to(gl.int32), tokens)
+    stop = gl.minimum(gl.load(ENDS + batch + 1).to(gl.int32), tokens)
+    return first, gl.minimum(gl.maximum(stop - first, 0), length)
+
+
+@aggregate
+class Place:
+    """Where a tile's head is: its sequence's lengths, and where that starts in tensors of all sequences."""
+
+    bh: gl.tensor
+    kv: gl.tensor  # of the sequence and the key/value head that is read
+    kv_row: gl.tensor  # of the head that is read, in the copies of K and V
+    q_len: gl.tensor
+    k_len: gl.tensor
+    q_first: gl.tensor
+    query: gl.tensor  # the first row in per-token tensors
+    key: gl.tensor  # the first key in its head's copies
+
+    @gluon.constexpr_function
+    def __init__(self, bh, kv, kv_row, q_len, k_len, q_first, query, key):
+        self.bh, self.kv, self.kv_row, self.q_len, self.k_len = bh, kv, kv_row, q_len, k_len
+        self.q_first, self.query, self.key = q_first, query, key
+
+
+@gluon.jit
+def place_of(bh, p):
+    batch = bh // p.heads
+    head = bh % p.heads
+    kv_head = head // p.group
+    kv = batch * (p.heads // p.group) + kv_head
+    if p.PACKED:
+        q_first, q_len = sequence(p.Q_ENDS, batch, p.q_len, p.q_tokens)
+        k_first, k_len = sequence(p.K_ENDS, batch, p.k_len, p.k_tokens)
+        key = (k_first // 128 + batch) * 128  # copies of each sequence start at multiples of 128
+        return Place(bh, kv, kv_head, q_len, k_len, q_first, head * p.q_tokens + q_first, key)
+    return Place(bh, kv, kv, p.q_len, p.k_len, bh * 0, bh * p.q_len, bh * 0)
+
+
 @aggregate
 class Tile:
     """Rows that share a list, and the steps that it takes. The first `masked` entries go the slower way."""
 
-    bh: gl.tensor
-    kv: gl.tensor  # which key/value head is read
+    at: Place
+    slot: gl.tensor  # of its query block among those that have lists
     first_row: gl.tensor
     lists: gl.tensor
     masked: gl.tensor
@@ -155,8 +216,8 @@ class Tile:
     steps: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, bh, kv, first_row, lists, masked, masked_steps, steps):
-        self.bh, self.kv, self.first_row, self.lists = bh, kv, first_row, lists
+    def __init__(self, at, slot, first_row, lists, masked, masked_steps, steps):
+        self.at, self.slot, self.first_row, self.lists = at, slot, first_row, lists
         self.masked, self.masked_steps, self.steps = masked, masked_steps, steps
 
 
@@ -170,35 +231,41 @@ def tile_of(ticket, p):
     inside = per_head - 1 - ticket % per_head  # heavy causal rows first
     slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
     first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
+    at = place_of(bh, p)
     count = gl.load(p.COUNTS + slot)
+    if p.PACKED:  # a shorter sequence has fewer lists
+        count = gl.where(first_row < at.q_len, count, 0)
     lists = p.LISTS + slot * p.k_blocks
     masked = count
     if not p.MASK_ALL:
-        last_free = gl.maximum(gl.minimum(p.k_len, first_row + (p.k_len - p.q_len) + p.right + 1), 0) // p.BK
+        last_free = gl.maximum(gl.minimum(at.k_len, first_row + (at.k_len - at.q_len) + p.right + 1), 0) // p.BK
         masked = count * 0
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
         masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    kv = (bh // p.heads) * (p.heads // p.group) + (bh % p.heads) // p.group
-    return Tile(bh, kv, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
+    return Tile(at, slot, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
 
 @aggregate
 class Step:
-    """Two units of 64 keys: where they begin, and their scales. The second may not be real."""
+    """Two units of 64 keys: where they begin, their scales, and which the second stage may not skip (1, 2: a, b).
+
+    The second may not be real.
+    """
 
     a_key: gl.tensor
     b_key: gl.tensor
     b_real: gl.tensor
     a_scale: gl.tensor
     b_scale: gl.tensor
+    needed: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, a_key, b_key, b_real, a_scale, b_scale):
+    def __init__(self, a_key, b_key, b_real, a_scale, b_scale, needed):
         self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
-        self.a_scale, self.b_scale = a_scale, b_scale
+        self.a_scale, self.b_scale, self.needed = a_scale, b_scale, needed
 
 
 @gluon.jit
@@ -220,15 +287,26 @@ def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
+def needed_units(t, a_key, b_key, p):
+    """Units whose values are not all finite: who sees them must know."""
+    needed = a_key * 0
+    if p.SECOND:
+        finite = p.V_FINITE + (t.at.kv_row * p.k_slots + t.at.key // p.BK).to(gl.int64)
+        needed += (gl.load(finite + a_key // p.BK) == 0).to(gl.int32)
+        needed += (gl.load(finite + b_key // p.BK) == 0).to(gl.int32) * 2
+    return needed
+
+
+@gluon.jit
 def step_of(t, step, p, MASK: gl.constexpr):
     a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
-    scales = p.K_SCALE + t.kv * (p.padded // UNIT)
+    scales = p.K_SCALE + (t.at.kv_row * p.padded + t.at.key) // UNIT
     a_scale = gl.load(scales + a_key // UNIT)
     b_scale = gl.load(scales + b_key // UNIT)
     if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
         a_scale = gl.where(a_scale == 0, 1.0, a_scale)
         b_scale = gl.where(b_scale == 0, 1.0, b_scale)
-    return Step(a_key, b_key, b_real, a_scale, b_scale)
+    return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, a_key, b_key, p))
 
 
 # ---- the producer
@@ -243,16 +321,17 @@ def hand_out(ticket, turn, s):
 
 
 @gluon.jit
-def load_step(k_boxes, v_boxes, c, kv, a_key, b_key, p, s):
+def load_step(k_boxes, v_boxes, c, at, a_key, b_key, p, s):
     """K and V of two units of 64 keys, into a stage that every consumer has left."""
     stage, parity = ring(c, p)
     full = s.full.index(stage)
     mbarrier.wait(s.empty.index(stage), parity ^ 1)
     mbarrier.expect(full, 2 * UNIT * (p.D + p.DVP))
-    load_box(k_boxes, [kv * p.padded + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
-    load_box(k_boxes, [kv * p.padded + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
-    load_box(v_boxes, [kv * p.DVP, a_key], full, s.v.index(2 * stage))
-    load_box(v_boxes, [kv * p.DVP, b_key], full, s.v.index(2 * stage + 1))
+    row = at.kv_row * p.padded + at.key
+    load_box(k_boxes, [row + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
+    load_box(k_boxes, [row + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
+    load_box(v_boxes, [at.kv_row * p.DVP, at.key + a_key], full, s.v.index(2 * stage))
+    load_box(v_boxes, [at.kv_row * p.DVP, at.key + b_key], full, s.v.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -267,14 +346,14 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
-            load_box(q_boxes, [t.bh * p.q_len + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
+            load_box(q_boxes, [t.at.query + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
         for step in range(t.masked_steps):
             a_key, b_key, _ = keys_of(t, step, p.BK, True)
-            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
+            load_step(k_boxes, v_boxes, c, t.at, a_key, b_key, p, s)
             c += 1
         for step in range(t.masked_steps, t.steps):
             a_key, b_key, _ = keys_of(t, step, p.BK, False)
-            load_step(k_boxes, v_boxes, c, t.kv, a_key, b_key, p, s)
+            load_step(k_boxes, v_boxes, c, t.at, a_key, b_key, p, s)
             c += 1
         turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
@@ -318,19 +397,25 @@ def halves(scores):
 
 
 @gluon.jit
-def hidden_pairs(bh, rows, key, real, p):
+def hidden_pairs(at, rows, key, real, p):
     """bool [64, 64]: keys from `key` on that a row does not see."""
     n = gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES))
     column = gl.expand_dims(n, 0)
-    offset = p.k_len - p.q_len
-    high = gl.where(real, gl.minimum(rows + (offset + p.right), p.k_len - 1) - key, -1)
+    offset = at.k_len - at.q_len
+    high = gl.where(real, gl.minimum(rows + (offset + p.right), at.k_len - 1) - key, -1)
     hidden = column > gl.expand_dims(high, 1)
     if p.MASK_ALL:
         hidden = hidden | (column < gl.expand_dims(rows + (offset - p.left) - key, 1))
     if p.HAS_VALID:
-        valid = p.VALID + (bh // p.heads).to(gl.int64) * p.k_len + key
-        hidden = hidden | gl.expand_dims(gl.load(valid + n, mask=key + n < p.k_len, other=0) == 0, 0)
+        valid = p.VALID + (at.bh // p.heads).to(gl.int64) * at.k_len + key
+        hidden = hidden | gl.expand_dims(gl.load(valid + n, mask=key + n < at.k_len, other=0) == 0, 0)
     return hidden
+
+
+@gluon.jit
+def some_shown(hidden):
+    """bool [64]: rows that see one of a unit's keys."""
+    return gl.max((~hidden).to(gl.int32), 1) != 0
 
 
 @gluon.jit
@@ -355,11 +440,17 @@ def start_scores(q, stage, s):
 
 
 @gluon.jit
-def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
-    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
+def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
+    """The rows' best after two units; it stays where they exceed it by less than SLACK bits."""
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
-    best_now = gl.where(top > best + SLACK, top, best)
+    return gl.where(top > best + SLACK, top, best)
+
+
+@gluon.jit
+def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
+    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
+    best_now = followed(a, b, a_factor, b_factor, best, SLACK)
     a_p = probabilities(a, a_factor, best_now - P_SHIFT)
     b_p = probabilities(b, b_factor, best_now - P_SHIFT)
     return a_p, b_p, best_now, gl.exp2(best - best_now)
@@ -426,42 +517,136 @@ def wait_values(acc, total, p):
 
 
 @gluon.jit
-def promoted(acc, best, base, exact, p):
+def scratch_of(wg: gl.constexpr, p):
+    """A warpgroup's float32 sums outside shared memory; each thread reads what it wrote itself."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, VALUES)), 1)
+    channel = gl.expand_dims(gl.arange(0, p.DVP, gl.SliceLayout(0, VALUES)), 0)
+    return p.EXACT + (gl.program_id(0) * p.WGS + wg) * (ROWS * p.DVP) + (row * p.DVP + channel)
+
+
+@gluon.jit
+def put_aside(acc, wg: gl.constexpr, p, s):
+    if p.DVP > 128:
+        gl.store(scratch_of(wg, p), acc)
+    else:
+        s.exact.index(wg).store(acc)
+
+
+@gluon.jit
+def promoted(acc, best, base, wg: gl.constexpr, p, s):
     """The float32 sums so far, relative to `base`, and the tensor core's since then, together."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     beta = gl.exp2(base - best)
     beta_v = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    return gl.fma(exact.load(VALUES), beta_v + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
+    before = gl.load(scratch_of(wg, p)) if p.DVP > 128 else s.exact.index(wg).load(VALUES)
+    return gl.fma(before, beta_v + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
 
 
 @gluon.jit
-def fold_step(acc, total, best, q, rows, q_scale, x, c, t, p, s, MASK: gl.constexpr):
-    """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
+def union(a, b):
+    return a | b
+
+
+@gluon.jit
+def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, BK: gl.constexpr):
+    """The second stage's choice for a warpgroup: the rows' best; units it wants (1, 2: a, b); blocks it could skip.
+
+    Whatever is not below lam is wanted, NaN too. A block is judged after those before it.
+    """
+    a_top = gl.convert_layout(gl.max(lane_max(a) * per_lane(a_factor), 1), ROW, assert_trivial=True)
+    b_top = gl.convert_layout(gl.max(lane_max(b) * per_lane(b_factor), 1), ROW, assert_trivial=True)
+    a_top = gl.where(a_sees, a_top, NOTHING)
+    b_top = gl.where(b_sees, b_top, NOTHING)
+    after_a = gl.maximum(best, a_top)
+    after_b = gl.maximum(after_a, b_top)
+    if BK == 128:
+        a_top = gl.maximum(a_top, b_top)
+        b_top = a_top
+        after_a = after_b
+        a_sees = a_sees | b_sees
+        b_sees = a_sees
+    a_asks = a_sees & ((a_top - after_a >= lam) | (a_top != a_top) | (a_factor != a_factor))
+    b_asks = b_sees & ((b_top - after_b >= lam) | (b_top != b_top) | (b_factor != b_factor))
+    votes = a_asks.to(gl.int32) + 2 * b_asks.to(gl.int32) + 4 * a_sees.to(gl.int32) + 8 * b_sees.to(gl.int32)
+    votes = gl.reduce(votes, 0, union)
+    wanted = (votes & 3) | needed
+    idle = (votes >> 2) & ~wanted
+    return after_b, wanted, (idle & 1) + (idle >> 1) if BK == 64 else idle & 1
+
+
+@gluon.jit
+def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
+    """(acc, total) shrunk and with a step's probabilities, and what they weigh."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
-    stage, parity = ring(c, p)
-    mbarrier.wait(s.full.index(stage), parity)
-    a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
-    if MASK:
-        a_hidden = hidden_pairs(t.bh, rows, x.a_key, True, p)
-        b_hidden = hidden_pairs(t.bh, rows, x.b_key, x.b_real, p)
-        a = gl.where(a_hidden, HIDDEN, a)
-        b = gl.where(b_hidden, HIDDEN, b)
-    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
-    if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
-        a_p = gl.where(a_hidden, 0.0, a_p)
-        b_p = gl.where(b_hidden, 0.0, b_p)
     acc, total = shrunk(acc, total, alpha, p)
     a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
     acc, sums = start_values(acc, a8, b8, stage, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p)
     acc, sums = wait_values(acc, sums, p)
-    mbarrier.arrive(s.empty.index(stage), count=1)
-    return acc, total + sums, best_now
+    return acc, total + sums
 
 
 @gluon.jit
-def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exact, p, s, MASK: gl.constexpr):
+def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, MASK: gl.constexpr):
+    """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
+    stage, parity = ring(c, p)
+    mbarrier.wait(s.full.index(stage), parity)
+    a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
+    if MASK:
+        a_hidden = hidden_pairs(t.at, rows, x.a_key, True, p)
+        b_hidden = hidden_pairs(t.at, rows, x.b_key, x.b_real, p)
+        a = gl.where(a_hidden, HIDDEN, a)
+        b = gl.where(b_hidden, HIDDEN, b)
+    if p.SECOND:
+        a_sees = rows < t.at.q_len
+        b_sees = a_sees
+        if MASK:
+            a_sees = a_sees & some_shown(a_hidden)
+            b_sees = b_sees & some_shown(b_hidden)
+        a_factor, b_factor = q_scale * x.a_scale, q_scale * x.b_scale
+        best_now, wanted, idle = wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, x.needed, p.BK)
+        skipped += idle
+        if wanted != 0:
+            a_p = probabilities(a, a_factor, best_now + gl.where((wanted & 1) != 0, -P_SHIFT, float("inf")))
+            b_p = probabilities(b, b_factor, best_now + gl.where((wanted & 2) != 0, -P_SHIFT, float("inf")))
+            if MASK:
+                a_p = gl.where(a_hidden, 0.0, a_p)
+                b_p = gl.where(b_hidden, 0.0, b_p)
+            acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
+            best = best_now
+    else:
+        a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
+        if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
+            a_p = gl.where(a_hidden, 0.0, a_p)
+            b_p = gl.where(b_hidden, 0.0, b_p)
+        acc, total = with_values(acc, total, a_p, b_p, alpha, stage, p, s)
+        best = best_now
+    mbarrier.arrive(s.empty.index(stage), count=1)
+    return acc, total, best, skipped
+
+
+@gluon.jit
+def fold_steps(
+    acc,
+    total,
+    best,
+    base,
+    skipped,
+    q,
+    rows,
+    q_scale,
+    lam,
+    t,
+    first,
+    last,
+    c,
+    wg: gl.constexpr,
+    p,
+    s,
+    MASK: gl.constexpr,
+):
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
     What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.
@@ -474,16 +659,18 @@ def fold_steps(acc, total, best, base, q, rows, q_scale, t, first, last, c, exac
             end = gl.minimum(begin + PROMOTE, last)
             for step in range(begin, end):
                 following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
-                acc, total, best = fold_step(acc, total, best, q, rows, q_scale, x, c + step, t, p, s, MASK)
+                acc, total, best, skipped = fold_step(
+                    acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, p, s, MASK
+                )
                 x = following
             if begin > 0:
-                acc = promoted(acc, best, base, exact, p)
+                acc = promoted(acc, best, base, wg, p, s)
             if end < t.steps:
-                exact.store(acc)
+                put_aside(acc, wg, p, s)
                 acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
                 base = best
             begin = end
-    return acc, total, best, base
+    return acc, total, best, base, skipped
 
 
 @gluon.jit
@@ -525,7 +712,7 @@ def wait_values_with(acc, sums, a_p, b_p, p):
 
 
 @gluon.jit
-def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s):
+def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, wg: gl.constexpr, p, s):
     """As fold_steps, for steps without masks: the values of each are multiplied under the next one's exponentials.
 
     The assembler runs products one after another unless probabilities stay floats until the values' product has ended,
@@ -568,8 +755,8 @@ def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s
                 total += lanes
                 x = following
             if some_exact:
-                acc = promoted(acc, best, base, exact, p)
-            exact.store(acc)
+                acc = promoted(acc, best, base, wg, p, s)
+            put_aside(acc, wg, p, s)
             acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
             base = best
             some_exact = end > 0
@@ -580,75 +767,92 @@ def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, exact, p, s
         mbarrier.arrive(s.empty.index(stage), count=1)
         total += sums
         if some_exact:
-            acc = promoted(acc, best, base, exact, p)
+            acc = promoted(acc, best, base, wg, p, s)
     return acc, total, best, base
 
 
 @gluon.jit
-def store_rows(acc, total, best, t, wg: gl.constexpr, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
+def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
                DV: gl.constexpr):  # fmt: skip
     """Divide, and write: through shared memory, so that a row's channels leave sixteen bytes at a time."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.DVP, p.DVP // 8], [4, 1], [1, 0])
+    STAGED: gl.constexpr = p.DVP <= 128  # else there is no room
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.DVP, p.DVP // 8], [4, 1], [1, 0]) if STAGED else VALUES
     ALIGNED: gl.constexpr = 8 if DV % 8 == 0 else 1  # channels that every stride is a multiple of
     row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
     row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
     inverse = gl.where(row_total == 0, 0.0, 1.0 / row_total)  # a row that sees nothing gives 0; NaN stays NaN
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
-    v_scale = gl.load(V_SCALE + t.kv * DV + dv, mask=dv < DV, other=0.0)
-    exact.store(acc * inverse)
+    v_scale = gl.load(V_SCALE + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
+    out = acc * inverse
+    if STAGED:
+        s.exact.index(wg).store(out)
     first_row = t.first_row + wg * ROWS
-    wide = t.bh.to(gl.int64)
+    wide = t.at.bh.to(gl.int64)
     at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
     target = OUT + (wide // p.heads) * (o_batch // ALIGNED * ALIGNED) + (wide % p.heads) * (o_head // ALIGNED * ALIGNED)
-    target = target + at.to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
-    out = exact.load(FLAT) * gl.expand_dims(v_scale, 0)
-    gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < p.q_len) & gl.expand_dims(dv < DV, 0))
+    target = target + (t.at.q_first + at).to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
+    if STAGED:
+        out = s.exact.index(wg).load(FLAT)
+    out = out * gl.expand_dims(v_scale, 0)
+    gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < t.at.q_len) & gl.expand_dims(dv < DV, 0))
     if p.WRITE_LSE:
         rows = first_row + gl.arange(0, ROWS, ROW)
-        place = wide * p.q_len + rows
+        place = t.at.query.to(gl.int64) + rows
         lse = (best + gl.log2(row_total) - P_SHIFT) / 1.4426950408889634
-        lse += gl.load(LSE_TERM + place, mask=rows < p.q_len, other=0.0)  # what smoothing took from every score
-        gl.store(LSE + place, gl.where(row_total == 0, float("-inf"), lse), mask=rows < p.q_len)
+        lse += gl.load(LSE_TERM + place, mask=rows < t.at.q_len, other=0.0)  # what smoothing took from every score
+        gl.store(LSE + place, gl.where(row_total == 0, float("-inf"), lse), mask=rows < t.at.q_len)
+
+
+@gluon.jit
+def note_skips(skipped, t, wg: gl.constexpr, p):
+    """Add the blocks that a warpgroup's rows skipped to those of the rows they are counted with."""
+    inside = t.first_row % p.BQ + wg * ROWS
+    gl.atomic_add(p.SKIPPED + t.slot * (p.BQ // p.SKIP_ROWS) + inside // p.SKIP_ROWS, skipped)
 
 
 @gluon.jit
 def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    LATE: gl.constexpr = p.WGS == 2  # three have too few registers
+    LATE: gl.constexpr = p.WGS == 2 and p.DVP <= 128 and not p.SECOND  # three have too few registers
     c = 0
     turn = 0
     tile = next_tile(turn, s)
     while tile >= 0:
         t = tile_of(tile, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
-        q_scales = p.Q_SCALE + t.bh.to(gl.int64) * p.q_len
-        q_scale = gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0) * p.scale
+        q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=rows < t.at.q_len, other=0.0) * p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
-        exact = s.exact.index(wg)
+        skipped = tile * 0
+        lam = p.scale
+        if p.SECOND:
+            lam = gl.load(p.LAMBDA + t.at.bh % p.heads) * 1.4426950408889634
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg)
-        acc, total, best, base = fold_steps(
-            acc, total, best, best, q, rows, q_scale, t, 0, t.masked_steps, c, exact, p, s, True
+        acc, total, best, base, skipped = fold_steps(
+            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, True
         )
         if not p.MASK_ALL:
             # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
             q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
             if LATE:
                 acc, total, best, base = fold_late(
-                    acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, exact, p, s
+                    acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, wg, p, s
                 )
             else:
-                acc, total, best, base = fold_steps(
-                    acc, total, best, base, q, rows, q_scale, t, t.masked_steps, t.steps, c, exact, p, s, False
-                )
+                acc, total, best, base, skipped = fold_steps(
+                    acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s,
+                    False,
+                )  # fmt: skip
+        if p.SECOND:
+            note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, t, wg, p, exact, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        store_rows(acc, total, best, t, wg, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
         tile = next_tile(turn, s)
 
@@ -668,24 +872,25 @@ def third_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV
     consumer(2, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
 
 
-LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "first_block", "k_blocks", "padded", "tiles", "left",
-           "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks", "first_block", "k_blocks", "k_slots",
+           "padded", "tiles", "left", "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_SCALE, LSE_TERM, OUT, LSE,  # TICKETS: a zero
-    heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-    o_batch, o_head, o_row,
+    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, LSE_TERM,
+    SKIPPED, EXACT, OUT, LSE,  # SKIPPED and TICKETS hold zeros
+    heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+    left, right, scale, o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    SLACK: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
-        heads, group, q_len, k_len, q_blocks, first_block, k_blocks, padded, tiles, left, right, scale,
-        COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE,
-        SLACK,
+        heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
+        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
+        EXACT, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -694,7 +899,8 @@ def attend(
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):
         set_word(slots, i, i, 4)
-    exact = gl.allocate_shared_memory(gl.float32, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    SUMS: gl.constexpr = [WGS, ROWS, DVP] if DVP <= 128 else [1, 1, 4]
+    exact = gl.allocate_shared_memory(gl.float32, SUMS, gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),

@@ -10,8 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.backends.hopper import launch_16bit
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import TritonBackend, capability, no_skips, on_device, pieces
+from sparge.backends.triton.launch import (
+    TritonBackend,
+    capability,
+    either,
+    no_skips,
+    on_device,
+    pieces,
+    sequence_ends,
+    setting,
+)
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, MaskBits, list_rows, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
@@ -26,6 +36,7 @@ UNIT = 64  # keys of one TMA box
 BLOCK_KEYS = (64, 128)
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
 SHARED_BYTES = 227 << 10
+NARROW = 128  # value channels whose float32 sums fit shared memory, and registers of three warpgroups
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -54,23 +65,23 @@ class HopperBackend(TritonBackend):
             return refusal
         if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
             return "needs compute capability 9.0"
-        if config.quantization not in ("auto", "int8-fp8"):
-            return f"has int8-fp8 only, not {config.quantization}"
-        if inputs.packing is not None:
-            return "packed sequences are for the portable kernels"
-        if config.pv_threshold is not None:
-            return "the second stage is for the portable kernels"
-        if not all(32 < x.shape[-1] <= 128 for x in (inputs.query, inputs.value)):
-            return "takes head_dim 33 to 128"
+        if not all(32 < x.shape[-1] <= 256 for x in (inputs.query, inputs.value)):
+            return "takes head_dim 33 to 256"
         if _warpgroups(config.block[0]) is None or config.block[1] not in BLOCK_KEYS:
             return f"takes blocks of 128, 192 or 256 rows and 64 or 128 keys, not {config.block}"
-        return None
+        if _warpgroups(config.block[0]) == 3 and inputs.value.shape[-1] > NARROW:
+            return f"takes blocks of 128 or 256 rows with head_dim above {NARROW}, not {config.block}"
+        return None if config.quantization in ("auto", "int8-fp8") else launch_16bit.refusal_of(inputs, config)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
         with on_device(blocks.inputs.query):
             # The kernel masks few blocks of a list: none may be there that no row sees. The pipeline's masks hold none.
-            return _attend(blocks, mask if sight.same_as(mask.visible) else mask.cut_to(sight, batch))
+            if not sight.same_as(mask.visible):
+                mask = mask.cut_to(sight, batch)
+            if config.quantization == "int8-fp8":
+                return _attend(blocks, mask, config)
+            return launch_16bit.attend(blocks, mask, config, _processors(blocks.inputs.query.device))
 
 
 @functools.cache
@@ -89,6 +100,7 @@ class ListedRows:
     """Some query blocks whose lists fit the scratch: make the lists, then attend over them."""
 
     rows: int  # lists in all
+    tiles_per_head: int
     expand: Launch
     attend: Launch
 
@@ -98,11 +110,14 @@ class Plan:
     sizes: Sizes
     list_entries: int
     list_rows: int
+    scratch: int  # float32 sums that do not fit shared memory
     parts: tuple[ListedRows, ...]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tuple[int, ...], processors: int) -> Plan:
+def _plan(
+    problem: Signature, block: tuple[int, int], second: bool, bits: MaskBits, output: tuple[int, ...], processors: int
+) -> Plan:
     from sparge.backends.hopper import _attend as kernels
 
     size, warpgroups = Sizes.of(problem, block, True), _warpgroups(block[0])
@@ -113,7 +128,8 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
         "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
-        "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "SLACK": SLACK, "REGISTERS": registers,
+        "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "PACKED": problem.packing is not None,
+        "SECOND": second, "SLACK": SLACK, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
     parts = []
@@ -121,17 +137,20 @@ def _plan(problem: Signature, block: tuple[int, int], bits: MaskBits, output: tu
         here = min(step, size.q_blocks - first)
         tiles = here * heads * per_block
         numbers = (
-            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.padded,
-            tiles, *reach(problem), problem.scale * LOG2_E, *output,
+            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, here, first,
+            size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        parts.append(ListedRows(here * heads, list_rows(size, block, bits, first, here, False), attend))
-    return Plan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
+        expand = list_rows(size, block, bits, first, here, problem.packing is not None)
+        parts.append(ListedRows(here * heads, here * per_block, expand, attend))
+    scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
+    return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))
 
 
 def _stages(size: Sizes, warpgroups: int) -> int:
     """K and V stages: four if they fit beside two tiles of Q and the float32 sums, else two."""
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + 4 * size.dvp) + 2048
+    sums = 4 * size.dvp if size.dvp <= NARROW else 0
+    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + sums) + 2048
     return 4 if 4 * stage + rest <= SHARED_BYTES else 2
 
 
@@ -157,26 +176,41 @@ def _boxes(x: Tensor, rows: int, columns: int) -> Any:
     return descriptor(x, [x.numel() // length, length], [length, 1], shape, layout)
 
 
-def _attend(blocks: Blocks, mask: BlockMask) -> Output:
+def _strides(inputs: Inputs, output: Tensor) -> tuple[int, ...]:
+    """Of batch entries, heads and rows; packed sequences share one batch entry."""
+    batch, head, row, _ = output.stride()
+    return (0 if inputs.packing is not None else batch, head, row)
+
+
+def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     inputs, copies, bits = blocks.inputs, blocks.quantized, mask.bits
-    valid = inputs.visibility.key_valid
+    valid, second = inputs.visibility.key_valid, config.pv_threshold is not None
     assert copies is not None
     assert copies.value_scale is not None
     q, output = inputs.query, inputs.empty_output()
-    plan = _plan(inputs.signature, mask.block, MaskBits.of(bits), output.stride()[:3], _processors(q.device))
+    plan = _plan(
+        inputs.signature, mask.block, second, MaskBits.of(bits), _strides(inputs, output), _processors(q.device)
+    )
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
+    sums = q.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else q
+    ends, skipped, skips = sequence_ends(inputs), no_skips(q.device).expand(size.batch, size.heads), q
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
-        listing = (bits, q, counts, lists)
+        listing = (bits, ends[0], counts, lists)
         part.expand(listing, addresses_of(listing))
+        if second:
+            skips = torch.zeros(size.batch, size.heads, part.tiles_per_head, dtype=torch.int32, device=q.device)
         tensors = (
             counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
-            q if valid is None else valid.contiguous().view(torch.int8), copies.value_scale,
-            q if copies.lse_term is None else copies.lse_term, output, q if lse is None else lse,
+            q if valid is None else valid.contiguous().view(torch.int8), *ends, blocks.v_finite.view(torch.int8),
+            setting(config, "pv_threshold", inputs, second), copies.value_scale, either(copies.lse_term, q),
+            skips, sums, output, either(lse, q),
         )  # fmt: skip
         part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
-    return Output(output, lse, no_skips(q.device).expand(size.batch, size.heads))
+        if second:
+            skipped = skipped + skips.sum(-1, dtype=torch.int64)
+    return Output(output, lse, skipped)

@@ -494,6 +494,8 @@ def prepare(
     if HAS_VALID:
         VALID += batch * k_len
     kv_row = head_row(batch, kv_head, kv_heads, PACKED)
+    padded = padded // SEQUENCE_TILE * SEQUENCE_TILE  # which they are: said for the compiler, who else stores bytes
+    value_step = value_step // SEQUENCE_TILE * SEQUENCE_TILE
     first_slot = slot_of(first_key, batch, SEQUENCE_TILE, PACKED) * SEQUENCE_TILE  # where its 8-bit copies start
     key_slot = kv_row * k_slots + first_slot // BK
     filled = tl.cdiv(keys, SEQUENCE_TILE) * SEQUENCE_TILE

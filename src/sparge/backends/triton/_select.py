@@ -344,6 +344,9 @@ def select(
         tl.store(
             place[:, None] + word[None, :], packed, mask=(query_block < q_blocks)[:, None] & (word < words)[None, :]
         )
+    if PACKED:  # a shorter sequence has fewer key blocks than there are bits
+        for word in range(tl.cdiv(k_blocks, CHUNK) * (CHUNK // WORD), words):
+            tl.store(place + word, query_block * 0, mask=query_block < q_blocks)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class TritonBackend:
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         with on_device(blocks.inputs.query):
-            return _attend(blocks, mask, config)
+            return attend_by_parts(blocks, mask, config)
 
 
 def _interpreted() -> bool:
@@ -123,12 +123,12 @@ def _per_head(config: SparseConfig, name: str, heads: int, device: torch.device)
     return config.per_head(name, heads, device, torch.float64 if name == "topk" else torch.float32)
 
 
-def _setting(config: SparseConfig, name: str, inputs: Inputs, used: bool) -> Tensor:
+def setting(config: SparseConfig, name: str, inputs: Inputs, used: bool) -> Tensor:
     """A setting per head; kernels that do not use it get a pointer they never read."""
     return _per_head(config, name, inputs.query.shape[1], inputs.query.device) if used else inputs.query
 
 
-def _or(x: Tensor | None, unused: Tensor) -> Tensor:
+def either(x: Tensor | None, unused: Tensor) -> Tensor:
     """A tensor, or a pointer that the kernel never reads."""
     return unused if x is None else x
 
@@ -144,7 +144,7 @@ def _shaped(piece: Tensor, *shape: int) -> Tensor:
     return piece[: math.prod(shape)].view(shape)
 
 
-def _ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def sequence_ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Sequence ends of queries and keys."""
     packing = inputs.packing
     return (inputs.query, inputs.key) if packing is None else (packing.q_ends, packing.k_ends)
@@ -160,7 +160,7 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     copied, zeros = blocks.quantized, torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
     tensors = (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
-        *_ends(inputs), _hadamard(plan.sizes.dp, q.device),
+        *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device),
         *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "rotated_mean", "key_mean", "value_scale")),
         blocks.v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
         scratch["q_similarity"], scratch["k_similarity"],
@@ -215,11 +215,11 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         filled = blocks.k_filled.contiguous().view(torch.int8)
         before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
     tensors = (
-        blocks.q_means, blocks.k_means, filled, before, *_ends(inputs), blocks.v_finite.view(torch.int8),
-        _or(blocks.q_similarity, q), _or(blocks.k_similarity, q),
+        blocks.q_means, blocks.k_means, filled, before, *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
+        either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
-        *(_setting(config, name, inputs, name in config.rule) for name in RULES),
-        _setting(config, "similarity", inputs, config.similarity is not None), bits,
+        *(setting(config, name, inputs, name in config.rule) for name in RULES),
+        setting(config, "similarity", inputs, config.similarity is not None), bits,
     )  # fmt: skip
     plan.launch(tensors, addresses_of(tensors))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
@@ -242,7 +242,23 @@ def _protected(config: SparseConfig, q_len: int, k_len: int, device: torch.devic
     return q_flags.to(device), k_flags.to(device)
 
 
-def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+@dataclass(frozen=True)
+class Part:
+    """As many query blocks as there is scratch for lists of: what a kernel reads and writes for them."""
+
+    number: int
+    tiles_per_block: int
+    counts: Tensor
+    lists: Tensor
+    skips: Tensor  # with the second stage zeros, one per tile
+    output: Tensor
+    lse: Tensor | None
+
+
+def attend_by_parts(
+    blocks: Blocks, mask: BlockMask, config: SparseConfig, own_kernel: Callable[[Part], None] | None = None
+) -> Output:
+    """Part by part; `own_kernel` runs in place of the portable one."""
     inputs, quantized, bits = blocks.inputs, blocks.quantized, mask.bits
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
     output = inputs.empty_output()
@@ -250,7 +266,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     if quantized is not None:
         operands = (
             quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
-            _or(quantized.value_scale, q), _or(quantized.lse_term, q),
+            either(quantized.value_scale, q), either(quantized.lse_term, q),
         )  # fmt: skip
     layout = Operands(
         operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15
@@ -260,18 +276,23 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
     lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
     skipped = no_skips(q.device).expand(size.batch, size.heads)
-    listing = (bits, _ends(inputs)[0], counts, lists)
-    for part in plan.parts:
+    listing = (bits, sequence_ends(inputs)[0], counts, lists)
+    for number, part in enumerate(plan.parts):
         skips = q
         if second:
-            skips = q.new_empty(size.batch, size.heads, part.blocks * part.tiles_per_block, dtype=torch.int32)
+            tiles = (size.batch, size.heads, part.blocks * part.tiles_per_block)
+            skips = (torch.empty if own_kernel is None else torch.zeros)(tiles, dtype=torch.int32, device=q.device)
         tensors = (
             *operands, blocks.v_finite.view(torch.int8), q if valid is None else valid.contiguous().view(torch.int8),
-            *_ends(inputs), _setting(config, "pv_threshold", inputs, second), counts, lists, output, _or(lse, q), skips,
+            *sequence_ends(inputs), setting(config, "pv_threshold", inputs, second), counts, lists, output,
+            either(lse, q), skips,
         )  # fmt: skip
         part.expand(listing, addresses_of(listing))
         addresses = addresses_of(tensors)
-        part.attend(tensors, addresses)
+        if own_kernel is None:
+            part.attend(tensors, addresses)
+        else:
+            own_kernel(Part(number, part.tiles_per_block, counts, lists, skips, output, lse))
         if part.careful is not None:
             part.careful(tensors, addresses)
         if second:

@@ -1,0 +1,136 @@
+"""Hopper's attention with 16-bit values: what it takes, and its launches beside the portable backend's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.backends.triton.dispatch import Launch, addresses_of
+from sparge.backends.triton.launch import Part, attend_by_parts, either, setting
+from sparge.backends.triton.plans import LOG2_E, REMEMBERED, reach, rows_listed_at_once
+from sparge.backends.triton.sizes import Sizes
+from sparge.block_mask import BlockMask
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs, Signature
+from sparge.stages import Blocks, Output
+
+TILE = 128  # rows: two warpgroups
+UNIT = 64  # tokens of one TMA box
+REGISTERS, REGISTERS_AT_LAUNCH = 240, 168
+SHARED_BYTES = 227 << 10
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def refusal_of(inputs: Inputs, config: SparseConfig) -> str | None:
+    """Why the kernel cannot run a call that asks for 16-bit values, or None."""
+    if inputs.query.dtype not in DTYPES:
+        return f"multiplies 16-bit values, not {inputs.query.dtype}"
+    if inputs.packing is not None:
+        return f"takes packed sequences with int8-fp8 only, not {config.quantization}"
+    if max(inputs.query.shape[-1], inputs.value.shape[-1]) > 128:
+        return f"takes head_dim above 128 with int8-fp8 only, not {config.quantization}"
+    if config.block[0] % TILE:
+        return f"takes blocks of 128 or 256 rows with {config.quantization}, not {config.block}"
+    tensors = (inputs.value,) if config.quantization == "int8" else (inputs.query, inputs.key, inputs.value)
+    if not all(_has_boxes(x) for x in tensors):
+        return "needs channels next to each other and everything else 16 bytes apart"
+    return None
+
+
+def _has_boxes(x: Tensor) -> bool:
+    """Whether TMA can read x: strides that count must be multiples of 16 bytes."""
+    apart = [stride for stride, extent in zip(x.stride()[:3], x.shape, strict=False) if extent > 1]
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in apart)
+
+
+@functools.cache
+def _box(columns: int, dtype: torch.dtype) -> tuple[Any, list[int], Any]:
+    """What makes descriptors of boxes of 64 tokens, their extents, and how one lies in shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    kind = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    shape = [1, 1, UNIT, columns]
+    return TensorDescriptor, shape, gl.NVMMASharedLayout.get_default_for(shape, kind)
+
+
+def _boxes(x: Tensor, columns: int) -> Any:
+    """A TMA descriptor of [batch, heads, tokens, channels]; channels beyond the last read as 0."""
+    descriptor, shape, layout = _box(columns, x.dtype)
+    # The stride of an extent of 1 does not count, but TMA refuses odd ones.
+    strides = [stride if extent > 1 else 8 * x.shape[3] for stride, extent in zip(x.stride(), x.shape, strict=True)]
+    return descriptor(x, list(x.shape), [*strides[:3], 1], shape, layout)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _launches(
+    problem: Signature,
+    block: tuple[int, int],
+    int8: bool,
+    skip_rows: int | None,
+    output: tuple[int, ...],
+    processors: int,
+) -> tuple[Launch, ...]:
+    """One per part of the query blocks, as the portable backend divides them."""
+    from sparge.backends.hopper import _attend_16bit as kernels
+
+    size = Sizes.of(problem, block, int8)
+    heads, per_block, step = size.batch * size.heads, block[0] // TILE, rows_listed_at_once(size)
+    constants: dict[str, Any] = {
+        "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "INT8": int8, "BQ": block[0], "BK": block[1],
+        "STAGES": _stages(size, int8), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
+        "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "REGISTERS": REGISTERS,
+        "SECOND": skip_rows is not None, "SKIP_ROWS": skip_rows or TILE,
+        "num_warps": 4, "maxnreg": REGISTERS_AT_LAUNCH,
+    }  # fmt: skip
+    launches = []
+    for first in range(0, size.q_blocks, step):
+        here = min(step, size.q_blocks - first)
+        tiles = here * heads * per_block
+        numbers = (
+            size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, here, first, size.k_blocks, size.k_slots,
+            size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
+        )  # fmt: skip
+        launches.append(Launch(kernels.attend, min(tiles, processors), numbers, constants))
+    return tuple(launches)
+
+
+def _stages(size: Sizes, int8: bool) -> int:
+    """K and V stages: four if they fit beside two tiles of Q and the rows on their way out, else two."""
+    score_bytes = 1 if int8 else 2
+    stage = 2 * UNIT * (score_bytes * size.dp + 2 * size.dvp)
+    rest = TILE * (2 * score_bytes * size.dp + 2 * size.dvp) + 2048
+    return 4 if 4 * stage + rest <= SHARED_BYTES else 2
+
+
+def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: int) -> Output:
+    inputs, copies, valid = blocks.inputs, blocks.quantized, blocks.inputs.visibility.key_valid
+    q, k, v = inputs.query, inputs.key, inputs.value
+    q_scale = k_scale = lse_term = q
+    if copies is not None:
+        q, k, v, q_scale, k_scale = copies.query, copies.key, copies.value, copies.query_scale, copies.key_scale
+        lse_term = q if copies.lse_term is None else copies.lse_term
+    size = Sizes.of(inputs.signature, mask.block, copies is not None)
+    boxes = (_boxes(q, size.dp), _boxes(k, size.dp), _boxes(v, size.dvp))
+    padding = q if valid is None else valid.contiguous().view(torch.int8)
+
+    second = config.pv_threshold is not None
+    thresholds, finite = setting(config, "pv_threshold", inputs, second), blocks.v_finite.view(torch.int8)
+
+    def launch(part: Part) -> None:
+        skip_rows = mask.block[0] // part.tiles_per_block if second else None
+        launches = _launches(
+            inputs.signature, mask.block, copies is not None, skip_rows, part.output.stride()[:3], processors
+        )
+        mine = launches[part.number]
+        rows = mine.numbers[4] * size.batch * size.heads
+        tensors = (
+            part.counts, part.lists, part.counts[rows:], q_scale, k_scale, padding, finite, thresholds, lse_term,
+            part.skips, part.output, either(part.lse, q),
+        )  # fmt: skip
+        mine((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
+
+    return attend_by_parts(blocks, mask, config, launch)
