@@ -13,12 +13,14 @@ from torch import Tensor
 from sparge.backends import Choice, choose, takes_packed
 from sparge.block_mask import BlockMask
 from sparge.budget import Verdict, enforce
+from sparge.calls import heads_first, kind_of_call, known_call, remember
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
 from sparge.library import is_traced, traced_attention
 from sparge.packing import Packing
 from sparge.stages import Output, Stats
 
+DEFAULT = SparseConfig()
 Result = Any  # the output, or a tuple: the output, then the LSE and the Stats if asked for
 
 
@@ -60,10 +62,21 @@ def attention(
             query, key, value, attn_mask, is_causal, scale, enable_gqa, config, window, layout, return_lse
         )
         return _chosen(traced, return_lse, return_stats)
+    kind = kind_of_call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, config, window, layout, return_lse
+    )
+    known = known_call(kind)
+    if known is not None:
+        if known.dense is not None and return_stats is False:
+            return restore(known.dense.attention(*heads_first(query, key, value, layout)), layout)
+        inputs = known.inputs(query, key, value)
+        return _result(_run(inputs, known.choice.config, choice=known.choice), return_lse, return_stats)
     inputs = prepare_inputs(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
     )
-    return _result(_run(inputs, _config(config)), return_lse, return_stats)
+    run = _run(inputs, _config(config))
+    remember(kind, inputs, run.choice)
+    return _result(run, return_lse, return_stats)
 
 
 def block_sparse_attention(
@@ -237,11 +250,11 @@ class Run:
         return Stats(executed, visible, skipped, name, self.choice.reason, quantization, error, redone)
 
 
-def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) -> Run:
+def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None, choice: Choice | None = None) -> Run:
     if is_traced():
         raise RuntimeError("torch's tracers see only sparge.attention: call this function outside the traced code.")
     with _exact_arithmetic(inputs):
-        choice = choose(inputs, config, own_mask=mask is not None)
+        choice = choice or choose(inputs, config, own_mask=mask is not None)
         backend, config = choice.backend, choice.config
         blocks = backend.summarize(inputs, config)
         mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
@@ -288,7 +301,7 @@ def _visible_part(mask: BlockMask, inputs: Inputs) -> BlockMask:
 
 def _config(config: SparseConfig | None) -> SparseConfig:
     if config is None:
-        return SparseConfig()
+        return DEFAULT
     if not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a sparge.SparseConfig, not {type(config).__name__}.")
     return config

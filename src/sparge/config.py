@@ -88,6 +88,9 @@ class SparseConfig:
             put(self, "max_error", _positive("max_error", self.max_error))
         put(self, "encoded", json.dumps({field.name: getattr(self, field.name) for field in fields(self)}))
 
+    def __hash__(self) -> int:
+        return hash(self.encoded)  # which a string remembers; a call asks for it several times
+
     def _refuse_unused(self, name: str) -> None:
         default = next(field.default for field in fields(self) if field.name == name)
         if name not in self.rule and getattr(self, name) != default:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -14,9 +16,9 @@ from sparge.stages import Blocks, Output
 
 # Operations of dense attention, per multiprocessor, from which a sparse call is tried. Below, launching its kernels
 # takes the host about as long as dense attention takes, and only calls that skip much would gain; a graph under
-# capture will not pay for launches.
-WORTH_PREDICTING = 2.5e9
-WORTH_PREDICTING_CAPTURED = 1e9
+# capture does not pay for launches, but for preparation.
+WORTH_PREDICTING = 3e9
+WORTH_PREDICTING_CAPTURED = 2e9
 # Tokens from which a sparse call is tried on a CPU, the harmonic mean of rows and keys: prediction reads each once,
 # dense attention every pair. From here on the CPU engine is as fast as torch's kernel even if nothing is skipped.
 TOKENS_WORTH_PREDICTING = 2048
@@ -66,7 +68,8 @@ class DenseBackend:
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         inputs = blocks.inputs
         skipped = torch.zeros(inputs.query.shape[:2], dtype=torch.int64, device=inputs.query.device)
-        return Output(_attention(inputs), None, skipped)
+        values = DensePlan.of(inputs).attention(inputs.query, inputs.key, inputs.value)
+        return Output(values, None, skipped)
 
 
 def _worth_predicting(inputs: Inputs) -> bool:
@@ -79,26 +82,47 @@ def _worth_predicting(inputs: Inputs) -> bool:
 
 def _operations(inputs: Inputs) -> int:
     batch, heads, q_len, dim = inputs.query.shape
-    return 2 * batch * heads * q_len * inputs.key.shape[2] * (dim + inputs.value.shape[-1])
+    keys = inputs.key.shape[2] - (q_len // 2 if inputs.visibility.right == 0 else 0)  # of the average row
+    return 2 * batch * heads * q_len * keys * (dim + inputs.value.shape[-1])
 
 
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _attention(inputs: Inputs) -> Tensor:
-    query, key, value = inputs.query, inputs.key, inputs.value
-    causal, square = inputs.visibility.right == 0, query.shape[2] == key.shape[2]
-    if _cudnn_takes(inputs) and (square or not causal):
-        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, False, 0.0, causal, False, scale=inputs.scale
+@dataclass(frozen=True)
+class DensePlan:
+    """How torch computes a problem without its data."""
+
+    cudnn: bool  # asked for by name, because torch may prefer another
+    causal: bool
+    lower_right: tuple[int, int] | None  # lengths, where causal order is not between equal ones
+    scale: float
+    grouped: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> DensePlan:
+        lengths = (inputs.query.shape[2], inputs.key.shape[2])
+        causal, square = inputs.visibility.right == 0, lengths[0] == lengths[1]
+        return cls(
+            _cudnn_takes(inputs) and (square or not causal),
+            causal and square,
+            lengths if causal and not square else None,
+            inputs.scale,
+            inputs.group_size > 1,
         )
-        output: Tensor = result[0]
-        return output
-    bias = causal_lower_right(query.shape[2], key.shape[2]) if causal and not square else None
-    return scaled_dot_product_attention(
-        query, key, value, bias, is_causal=causal and square, scale=inputs.scale, enable_gqa=inputs.group_size > 1
-    )
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.cudnn:
+            result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, False, 0.0, self.causal, False, scale=self.scale
+            )
+            output: Tensor = result[0]
+            return output
+        bias = None if self.lower_right is None else causal_lower_right(*self.lower_right)
+        return scaled_dot_product_attention(
+            query, key, value, bias, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
+        )
 
 
 def _cudnn_takes(inputs: Inputs) -> bool:

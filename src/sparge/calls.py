@@ -1,0 +1,109 @@
+"""Calls like earlier ones: what was checked and chosen for those holds for these, and is not worked out again.
+
+A model makes the same call in every layer and step. Checking it, choosing a backend and describing the problem take the
+host longer than short attention takes the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparge import backends
+from sparge.backends import Choice
+from sparge.backends.dense import DenseBackend, DensePlan
+from sparge.config import SparseConfig
+from sparge.inputs import Inputs, Signature, Window
+from sparge.visibility import Visibility
+
+REMEMBERED = 4096  # kinds of call
+
+
+@dataclass(frozen=True)
+class Known:
+    """All of an earlier call but its tensors."""
+
+    scale: float
+    visibility: Visibility
+    layout: str
+    needs_lse: bool
+    signature: Signature
+    choice: Choice
+    dense: DensePlan | None  # where torch's own attention was chosen
+
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> Inputs:
+        query, key, value = heads_first(query, key, value, self.layout)
+        inputs = Inputs(query, key, value, self.scale, self.visibility, self.layout, self.needs_lse)
+        inputs.__dict__["signature"] = self.signature
+        return inputs
+
+
+_known: dict[Hashable, Known] = {}
+
+
+def kind_of_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    config: SparseConfig | None,
+    window: Window | None,
+    layout: str,
+    return_lse: bool,
+) -> Hashable:
+    """Equal for two calls only if whatever was found out about one holds for the other; None: look at it anew."""
+    tensors = (query, key, value)
+    if attn_mask is not None or dropout_p or any(type(x) is not Tensor or x.requires_grad for x in tensors):
+        return None
+    if any(x.layout != torch.strided or x.is_nested or x.is_neg() for x in tensors):
+        return None
+    device = query.device
+    if torch.is_autocast_enabled(device.type):
+        return None
+    kind = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, key.dtype, value.dtype, device, key.device, value.device,
+        query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
+        is_causal, scale, enable_gqa, config, window, layout, return_lse,
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing(), backends.BACKENDS,
+    )  # fmt: skip
+    try:
+        hash(kind)
+    except TypeError:  # a window given as a list, or something that will be refused
+        return None
+    return kind
+
+
+def known_call(kind: Hashable) -> Known | None:
+    return None if kind is None else _known.get(kind)
+
+
+def forget() -> None:
+    """Look at every call anew: for those who change what backends can do."""
+    _known.clear()
+
+
+def remember(kind: Hashable, inputs: Inputs, choice: Choice) -> None:
+    if kind is None:
+        return
+    if len(_known) >= REMEMBERED:
+        _known.clear()
+    dense = None
+    if isinstance(choice.backend, DenseBackend) and choice.config.max_error is None:
+        dense = DensePlan.of(inputs)
+    _known[kind] = Known(
+        inputs.scale, inputs.visibility, inputs.layout, inputs.needs_lse, inputs.signature, choice, dense
+    )
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    if layout == "BSHD":
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return query, key, value
