@@ -19,7 +19,7 @@ pytestmark = [
 SPARSE = SparseConfig(rule="topk", topk=0.4, quantization="int8-fp8")
 FORMATS = ("none", "int8", "int8-fp8")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-FASTEST = "hopper" if HOPPER else "triton"  # without the second stage
+FASTEST = "hopper" if HOPPER else "triton"  # with the default block
 
 
 def on_gpu(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -37,6 +37,8 @@ def test_the_best_kernel_is_chosen():
     _, stats = sparge.attention(*problem(), config=SparseConfig(quantization="none"), return_stats=True)
     assert stats.backend == FASTEST
     _, stats = sparge.attention(*problem(), config=replace(SPARSE, pv_threshold=-3.0), return_stats=True)
+    assert stats.backend == FASTEST
+    _, stats = sparge.attention(*problem(), config=replace(SPARSE, block=(64, 64)), return_stats=True)
     assert stats.backend == "triton"
 
 
