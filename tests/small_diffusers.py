@@ -37,7 +37,9 @@ class Small:
 
 def ids(*sizes: tuple[int, int]) -> Tensor:
     """Flux's position ids of pictures [tokens, 3]."""
-    parts = [torch.cartesian_prod(*map(torch.arange, (1, *size))) + torch.tensor([n, 0, 0]) for n, size in enumerate(sizes)]
+    parts = [
+        torch.cartesian_prod(*map(torch.arange, (1, *size))) + torch.tensor([n, 0, 0]) for n, size in enumerate(sizes)
+    ]
     return torch.cat(parts).float()
 
 

@@ -83,7 +83,9 @@ def test_exact_with_the_order_made_in_each_layer(one: Small, calls: list[Any]) -
 @MODELS
 def test_the_order_costs_one_permutation_per_forward(one: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    monkeypatch.setattr(Layout, "restore", lambda self, x, dim, restore=Layout.restore: counted.append(1) or restore(self, x, dim))
+    monkeypatch.setattr(
+        Layout, "restore", lambda self, x, dim, restore=Layout.restore: counted.append(1) or restore(self, x, dim)
+    )
     model = one.built(**({"num_layers": 3} if "num_layers" in one.config else {}))
     sparge.patch(model, EXACT)
     output(model, **one.inputs)

@@ -271,7 +271,8 @@ def test_wrong_arguments() -> None:
 
 def test_the_name_is_known_whichever_is_imported_first() -> None:
     code = (
-        "import sys, sparge; finders = [f for f in sys.meta_path if getattr(f, 'home', '') == 'transformers.modeling_utils'];"
+        "import sys, sparge; home = 'transformers.modeling_utils';"
+        "finders = [f for f in sys.meta_path if getattr(f, 'home', '') == home];"
         "assert finders and 'transformers' not in sys.modules; from transformers import AutoModel, LlamaConfig;"
         "sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1);"
         "model = AutoModel.from_config(LlamaConfig(**sizes), attn_implementation='sparge');"

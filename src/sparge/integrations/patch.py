@@ -109,9 +109,10 @@ def patch(
     """
     model = _checked(model, config, profile, dry_run, dense_steps)
     parts = diffusers_models(model)
-    if not parts and dense_steps:
+    by_hooks = bool(parts) or is_pipeline(model)
+    if dense_steps and not by_hooks:
         raise ValueError(f"dense_steps are steps of denoising, and {type(model).__name__} is no model of diffusers.")
-    if parts:
+    if by_hooks:
         layers = [one for prefix, part in parts.items() for one in diffusers_layers(part, config, profile, prefix)]
         check_profile(profile, layers, type(model).__name__)
     else:
@@ -120,7 +121,7 @@ def patch(
     if dry_run:
         return plan
     _warn(plan)
-    if parts:
+    if by_hooks:
         _hook(parts, plan, Steps(dense_steps))
     else:
         _switch(model, plan)

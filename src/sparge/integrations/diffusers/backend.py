@@ -137,7 +137,9 @@ def _for_heads(settings: LayerSettings, first: int, count: int) -> LayerSettings
     if settings.config is None:
         return settings
     values = {name: getattr(settings.config, name) for name in SETTINGS}
-    cut = {name: value[first : first + count] for name, value in values.items() if isinstance(value, tuple)}
+    cut: dict[str, Any] = {
+        name: value[first : first + count] for name, value in values.items() if isinstance(value, tuple)
+    }
     return replace(settings, config=replace(settings.config, **cut)) if cut else settings
 
 

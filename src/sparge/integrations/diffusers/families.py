@@ -27,7 +27,7 @@ PLACELESS = ("scale", "ip_adapter_image_embeds", "ip_hidden_states")  # what blo
 
 @dataclass(frozen=True)
 class Family:
-    """One model class. Submodules go by name; rotary_argument is the forward's, where the caller makes the embedding."""
+    """One model class. Submodules go by name; where the caller makes the rotary embedding, it is an argument."""
 
     layers: tuple[str, ...]  # patterns of those that attend over every visual token
     grids: Callable[[Any, Arguments], tuple[Grid, ...]]  # of the model's config and a call; ValueError: why not
@@ -81,15 +81,16 @@ def _frames_before_channels(config: Any, arguments: Arguments) -> tuple[Grid, ..
 
 
 def _told(config: Any, arguments: Arguments) -> tuple[Grid, ...]:
-    sides = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))
-    if None in sides:
+    sides = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    frames, height, width = (0 if side is None else int(side) for side in sides)
+    if 0 in (frames, height, width):
         raise ValueError("the call does not say num_frames, height and width.")
-    frames, height, width = map(int, sides)
     _check_count(((frames, height, width),), arguments["hidden_states"].shape[1])
     return ((frames, height, width),)
 
 
-_grids_of_ids = WeakTensorKeyDictionary()  # position ids are read once, not at each step: reading waits for the device
+# Position ids are read once, not at each step: reading waits for the device. Values are (version, grids).
+_grids_of_ids: Any = WeakTensorKeyDictionary()
 
 
 def _by_ids(config: Any, arguments: Arguments) -> tuple[Grid, ...]:
@@ -97,12 +98,13 @@ def _by_ids(config: Any, arguments: Arguments) -> tuple[Grid, ...]:
     ids = arguments.get("img_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("the call has no img_ids.")
-    version, grids = _grids_of_ids.get(ids, (None, ()))
+    version, grids = _grids_of_ids.get(ids, (-1, ()))
     if version != ids._version:
         grids = _read_ids(ids)
         _grids_of_ids[ids] = (ids._version, grids)
     _check_count(grids, arguments["hidden_states"].shape[1])
-    return grids
+    found: tuple[Grid, ...] = grids
+    return found
 
 
 def _read_ids(ids: Tensor) -> tuple[Grid, ...]:

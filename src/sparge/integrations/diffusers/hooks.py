@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from sparge.integrations.diffusers.backend import sdpa_of_layer
+from sparge.integrations.diffusers.backend import NAME, sdpa_of_layer
 from sparge.integrations.diffusers.families import FAMILIES, Family, why_not_once
 from sparge.integrations.diffusers.order import Layout
 from sparge.integrations.diffusers.registration import register
@@ -22,6 +24,7 @@ from sparge.integrations.fallback import warn_once
 from sparge.integrations.layers import LayerSettings
 from sparge.integrations.torch_sdpa import redirected
 
+BACKEND = "_attention_backend"  # the attribute of processors that go through diffusers' dispatcher
 COMPILED = "torch.compile does not see which layer of a patched model it is in, and where its tokens stand."
 
 
@@ -66,7 +69,8 @@ class EnterModel:
             warn_once(type(model).__name__, COMPILED)
             return None
         family = FAMILIES[type(model).__name__]
-        names = _parameters(type(model))
+        kind: Any = type(model)
+        names = _parameters(kind)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         layout = _layout(model, family, arguments)
         in_order = isinstance(layout, Layout) and why_not_once(model, family, arguments) is None
@@ -134,12 +138,12 @@ class EnterLayer:
         if forward is None:
             warn_once(kind, "it was called outside its model, which knows where its tokens stand.")
             return
-        if forward.dense_step:
-            return
         processor = layer.processor
-        if hasattr(processor, "_attention_backend"):
-            forward.layer = RunningLayer(kind, self.settings, processor._attention_backend)
-            forward.undo.enter_context(_dispatched_to_sparge(processor))
+        if forward.dense_step:
+            forward.layer = RunningLayer(kind, LayerSettings(None))
+        elif hasattr(processor, BACKEND):
+            usual = forward.undo.enter_context(_dispatched_to_sparge(processor))
+            forward.layer = RunningLayer(kind, self.settings, usual)
         else:  # it calls torch itself
             forward.layer = RunningLayer(kind, self.settings)
             forward.undo.enter_context(redirected(sdpa_of_layer))
@@ -155,17 +159,41 @@ class LeaveLayer:
             forward.undo.close()
 
 
+@dataclass
+class _Loan:
+    """A processor whose backend is sparge for now, in one thread or several."""
+
+    users: int
+    own: dict[str, Any]  # the name of the backend that somebody gave this processor, if anybody did
+
+
+_lock = threading.Lock()
+_loans: WeakKeyDictionary[Any, _Loan] = WeakKeyDictionary()
+
+
 @contextmanager
-def _dispatched_to_sparge(processor: Any) -> Iterator[None]:
-    """A processor names its backend; it has a name of its own only if somebody gave it one."""
-    had = vars(processor).get("_attention_backend", processor)
-    processor._attention_backend = register()
+def _dispatched_to_sparge(processor: Any) -> Iterator[Any]:
+    """Inside the block the processor names sparge as its backend; the value is the one that it has otherwise."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    with _lock:
+        loan = _loans.get(processor)
+        if loan is None:
+            loan = _loans[processor] = _Loan(
+                0, {BACKEND: vars(processor)[BACKEND]} if BACKEND in vars(processor) else {}
+            )
+            setattr(processor, BACKEND, AttentionBackendName(NAME))
+        loan.users += 1
     try:
-        yield
+        yield loan.own.get(BACKEND, getattr(type(processor), BACKEND, None))
     finally:
-        del processor._attention_backend
-        if had is not processor:
-            processor._attention_backend = had
+        with _lock:
+            loan.users -= 1
+            if loan.users == 0:
+                del _loans[processor]
+                delattr(processor, BACKEND)
+                for name, value in loan.own.items():
+                    setattr(processor, name, value)
 
 
 def _order_for_all_layers() -> Layout | None:
@@ -189,6 +217,6 @@ def _layout(model: Any, family: Family, arguments: dict[str, Any]) -> Layout | s
 
 
 @lru_cache(maxsize=64)
-def _parameters(kind: type) -> tuple[str, ...]:
+def _parameters(kind: Any) -> tuple[str, ...]:
     """The names of a model's arguments, in their order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
