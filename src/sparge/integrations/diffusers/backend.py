@@ -114,7 +114,8 @@ def _sparse(
     if order is not None:
         query, key, value = (order.apply(x, axis) for x in (query, key, value))
         mask = None if mask is None else order.apply(mask, -1)
-    output: Tensor = attention(query, key, value, mask, **arguments, config=config, layout=layout)
+    compute = layer.attend or attention
+    output: Tensor = compute(query, key, value, mask, **arguments, config=config, layout=layout)
     return output if order is None else order.restore(output, axis)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,8 +39,15 @@ class Installed:
             handle.remove()
 
 
-def install(model: Any, layers: Mapping[str, LayerSettings], steps: Steps) -> Installed:
-    """Hook a model, and the attention layers of these names."""
+def install(
+    model: Any, layers: Mapping[str, LayerSettings], steps: Steps, attend: Callable[..., Any] | None = None
+) -> Installed:
+    """Hook a model, and the attention layers of these names.
+
+    attend  computes the layers instead of sparge.attention: attend(layer name, ...), then the same arguments
+    """
+    if any(isinstance(hook, EnterModel) for hook in model._forward_pre_hooks.values()):
+        raise ValueError(f"{type(model).__name__} is already patched; call sparge.unpatch on it first.")
     register()
     family = FAMILIES[type(model).__name__]
     handles = [
@@ -53,7 +60,9 @@ def install(model: Any, layers: Mapping[str, LayerSettings], steps: Steps) -> In
         handles.append(model.get_submodule(family.rotary).register_forward_hook(OrderRotary(family.rotary_dim)))
     for name, settings in layers.items():
         layer = model.get_submodule(name)
-        handles.append(layer.register_forward_pre_hook(EnterLayer(settings), with_kwargs=True))
+        handles.append(
+            layer.register_forward_pre_hook(EnterLayer(settings, attend and partial(attend, name)), with_kwargs=True)
+        )
         handles.append(layer.register_forward_hook(LeaveLayer(), always_call=True))
     return Installed(tuple(handles))
 
@@ -126,8 +135,8 @@ class RestoreOrder:
 class EnterLayer:
     """Tells sparge which layer is running, and lets its attention come to sparge."""
 
-    def __init__(self, settings: LayerSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: LayerSettings, attend: Callable[..., Any] | None) -> None:
+        self.settings, self.attend = settings, attend
 
     def __call__(self, layer: Any, args: Any, kwargs: Any) -> None:
         kind = type(layer).__name__
@@ -143,9 +152,9 @@ class EnterLayer:
             forward.layer = RunningLayer(kind, LayerSettings(None))
         elif hasattr(processor, BACKEND):
             usual = forward.undo.enter_context(_dispatched_to_sparge(processor))
-            forward.layer = RunningLayer(kind, self.settings, usual)
+            forward.layer = RunningLayer(kind, self.settings, usual, self.attend)
         else:  # it calls torch itself
-            forward.layer = RunningLayer(kind, self.settings)
+            forward.layer = RunningLayer(kind, self.settings, attend=self.attend)
             forward.undo.enter_context(redirected(sdpa_of_layer))
 
 

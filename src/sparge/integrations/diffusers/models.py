@@ -51,7 +51,7 @@ def _is_model(part: object) -> bool:
 
 def is_known(model: Any) -> bool:
     """Whether sparge knows where the tokens of this model stand."""
-    return type(model).__name__ in FAMILIES
+    return type(model).__name__ in FAMILIES and type(model).__module__.startswith("diffusers.")
 
 
 def original(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ class RunningLayer:
     kind: str
     settings: LayerSettings
     dense_backend: Any = None  # the backend of diffusers that the layer has without sparge; None: diffusers' default
+    attend: Callable[..., Any] | None = None  # who computes it in place of sparge.attention, with the same arguments
 
 
 @dataclass
