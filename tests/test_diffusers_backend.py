@@ -162,6 +162,10 @@ def test_compiled_by_name() -> None:
         backend="eager",
     )
     close(attend(*tensors), sparge.attention(*tensors, config=config, layout="BSHD"))
+    twice = [x.double() for x in tensors]
+    with pytest.warns(sparge.DenseAttentionWarning, match="float64"):
+        got = attend(*twice)
+    close(got, host.dispatch_attention_fn(*twice, backend="native"))
     torch.compiler.reset()
 
 
@@ -180,9 +184,11 @@ def test_ring_attention_is_refused(split: dict[str, Any]) -> None:
         backend.sparge_backend(*qkv(), _parallel_config=SimpleNamespace(context_parallel_config=config))
 
 
-def test_ulysses_in_two_processes() -> None:
+def test_ulysses_in_two_processes(tmp_path: Path) -> None:
     """Each with a half of the tokens of a patched Flux: exact, and sparse as in one process."""
-    script = Path(__file__).with_name("ulysses.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["exact", "sparse as in one process", "4 calls by sparge"]
+    command = [sys.executable, str(Path(__file__).with_name("ulysses.py")), str(tmp_path / "meeting")]
+    both = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in "01"]
+    for one in both:
+        told, failed = one.communicate(timeout=240)
+        assert one.returncode == 0, failed.decode()[-3000:]
+        assert told.decode().splitlines() == ["exact", "sparse as in one process", "4 calls by sparge"]

@@ -231,6 +231,30 @@ def test_half_precision(dtype: torch.dtype, calls: list[Any]) -> None:
     assert len(calls) == one.calls
 
 
+@MODELS
+def test_inference_mode_and_gradients_after_it(one: Small, calls: list[Any]) -> None:
+    model = one.built()
+    want = output(model, **one.inputs)
+    sparge.patch(model, EXACT)
+    with torch.inference_mode():
+        inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in one.inputs.items()}
+        for _ in range(2):
+            close(model(**inputs, return_dict=False)[0], want)
+    assert len(calls) == 2 * one.calls
+    with pytest.warns(sparge.DenseAttentionWarning, match="requires grad"):
+        model(**one.inputs, return_dict=False)[0].sum().backward()
+
+
+def test_position_ids_that_are_changed_in_place(calls: list[Any]) -> None:
+    one = SMALL["flux"]
+    model, places = one.built(), ids((18, 10))
+    sparge.patch(model, EXACT)
+    output(model, **{**one.inputs, "img_ids": places})
+    places.copy_(ids((9, 20)))
+    output(model, **{**one.inputs, "img_ids": places})
+    assert families._grids_of_ids[places][1] == ((1, 9, 20),)
+
+
 # ---- dense, and why
 
 

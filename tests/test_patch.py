@@ -166,6 +166,15 @@ def test_a_profile_tuned_on_the_model_fits_it(configs: list[Any]) -> None:
     assert configs == [profile.config_for(name) for name in LAYERS]
 
 
+@pytest.mark.parametrize("chosen", [1, "model.layers.0.*"])
+def test_layers_kept_dense(chosen: Any, configs: list[Any]) -> None:
+    model = built(small.llama)
+    with sparge.patch(model, EXACT, dense_layers=chosen) as patch:
+        assert [layer.action for layer in patch.plan.layers] == ["dense", "sparse"]
+        output(model, input_ids=tokens())
+    assert configs == [EXACT]
+
+
 def test_profiles_of_other_models_are_refused() -> None:
     with refused(ProfileError, "tiny", "LlamaForCausalLM", "'layers.7'"):
         sparge.patch(built(small.llama), profile=profile_of(*LAYERS, "layers.7"))

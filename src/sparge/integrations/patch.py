@@ -12,7 +12,7 @@ import torch
 from sparge.config import SparseConfig
 from sparge.integrations.diffusers import hooks
 from sparge.integrations.diffusers.layers import attention_layers as diffusers_layers
-from sparge.integrations.diffusers.models import diffusers_models, is_known, is_pipeline, original
+from sparge.integrations.diffusers.models import diffusers_models, is_pipeline, original
 from sparge.integrations.diffusers.steps import Steps
 from sparge.integrations.fallback import DenseAttentionWarning
 from sparge.integrations.layers import SPARSE, DenseLayers, Layer, check_profile, keep_dense
@@ -158,10 +158,11 @@ def _switch(model: Any, plan: Plan) -> None:
 
 def _hook(parts: dict[str, Any], plan: Plan, steps: Steps) -> None:
     """Models of diffusers get hooks. Those of one pipeline count its steps together."""
-    taken = {one.name: one.settings for one in plan.layers if one.settings is not None and one.settings.config}
+    settings = {layer.name: layer.settings for layer in plan.layers}
+    taken = {name: own for name, own in settings.items() if own is not None and own.config is not None}
     for prefix, part in parts.items():
-        own = {name[len(prefix) :]: settings for name, settings in taken.items() if name.startswith(prefix)}
-        setattr(part, RECORD, hooks.install(part, own, steps) if own and is_known(part) else None)
+        layers = {name[len(prefix) :]: own for name, own in taken.items() if name.startswith(prefix)}
+        setattr(part, RECORD, hooks.install(part, layers, steps) if layers else None)
 
 
 def _checked(model: Any, config: object, profile: object, dry_run: object, dense_steps: object) -> Any:

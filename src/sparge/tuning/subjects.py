@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparge.inputs import prepare_inputs
+from sparge.integrations.diffusers.families import family_of
 from sparge.integrations.diffusers.hooks import install
 from sparge.integrations.diffusers.layers import attention_layers
-from sparge.integrations.diffusers.models import is_known
 from sparge.integrations.diffusers.steps import Steps
 from sparge.integrations.layers import SPARSE
 from sparge.integrations.transformers.interface import ImplementationSwitch, register_attention
@@ -39,7 +39,7 @@ class Subject(Protocol):
 def subject_of(model: Any, name: str | None, loss: Loss | None) -> Subject:
     if hasattr(model, "set_attn_implementation") and hasattr(model, "config"):
         return TransformersSubject(model, name, loss)
-    if isinstance(model, torch.nn.Module) and is_known(model):
+    if isinstance(model, torch.nn.Module) and family_of(model) is not None:
         if loss is not None:
             raise ValueError(
                 "loss is for functions and language models: a model of diffusers is weighed by its outputs."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,12 +22,11 @@ NAME = "sparge"
 DEFAULT = RunningLayer("Attention by the name of sparge", LayerSettings(SparseConfig()))
 
 
-class Dense(Exception):  # noqa: N818 (no error: the way out of a sparse attempt)
+@dataclass(frozen=True)
+class Dense:
     """The call has to be dense; without a reason, as it was meant to be."""
 
-    def __init__(self, reason: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str | None = None
 
 
 def sparge_backend(
@@ -57,11 +56,11 @@ def sdpa_of_layer(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -
     assert forward is not None
     assert forward.layer is not None
     attn_mask = arguments.pop("attn_mask")
-    try:
-        return _sparse(query, key, value, attn_mask, arguments, forward.layer, forward, layout="BHSD")
-    except Dense as dense:
-        _say(forward.layer, dense)
-        return torch_attention(query, key, value, attn_mask=attn_mask, **arguments)
+    output = _sparse(query, key, value, attn_mask, arguments, forward.layer, forward, layout="BHSD")
+    if not isinstance(output, Dense):
+        return output
+    _say(forward.layer, output)
+    return torch_attention(query, key, value, attn_mask=attn_mask, **arguments)
 
 
 def _attend(
@@ -78,11 +77,11 @@ def _attend(
     layer = DEFAULT if forward is None or forward.layer is None else forward.layer
     known = forward if layer is not DEFAULT else None
     layer = replace(layer, settings=_for_heads(layer.settings, first_head, query.shape[2])) if shards > 1 else layer
-    try:
-        return _sparse(query, key, value, attn_mask, arguments, layer, known, layout="BSHD", shards=shards)
-    except Dense as dense:
-        _say(layer, dense)
-        return _by_diffusers(query, key, value, attn_mask, arguments, layer.dense_backend)
+    output = _sparse(query, key, value, attn_mask, arguments, layer, known, layout="BSHD", shards=shards)
+    if not isinstance(output, Dense):
+        return output
+    _say(layer, output)
+    return _by_diffusers(query, key, value, attn_mask, arguments, layer.dense_backend)
 
 
 def _sparse(
@@ -95,22 +94,24 @@ def _sparse(
     forward: Forward | None,  # None: sparge was asked for by name, and nothing is known of the tokens
     layout: str,
     shards: int = 1,
-) -> Tensor:
+) -> Tensor | Dense:
     axis = layout.index("S")
     length, config = query.shape[axis], layer.settings.config
     if config is None or length <= FEW_ROWS or length != key.shape[axis]:  # the last: cross-attention
-        raise Dense
+        return Dense()
     mask = attn_mask
     if mask is not None and mask.shape == (query.shape[0], length):  # as diffusers' native attention
         mask = mask[:, None, None, :]
     order = None
     if forward is not None:
         place = _place(forward, length, shards)
+        if isinstance(place, Dense):
+            return place
         config = _protecting(config, place.text_range(length))
         order = None if forward.in_order else place.order(length, query.device)
     reason = refusal(query, key, value, config, attn_mask=mask, **arguments, layout=layout)
     if reason is not None:
-        raise Dense(reason)
+        return Dense(reason)
     if order is not None:
         query, key, value = (order.apply(x, axis) for x in (query, key, value))
         mask = None if mask is None else order.apply(mask, -1)
@@ -119,11 +120,11 @@ def _sparse(
     return output if order is None else order.restore(output, axis)
 
 
-def _place(forward: Forward, length: int, shards: int) -> Layout:
+def _place(forward: Forward, length: int, shards: int) -> Layout | Dense:
     if isinstance(forward.layout, str):
-        raise Dense(forward.layout)
+        return Dense(forward.layout)
     if length < forward.layout.visual:
-        raise Dense(f"its {length} tokens are fewer than the {forward.layout.visual} of the picture.")
+        return Dense(f"its {length} tokens are fewer than the {forward.layout.visual} of the picture.")
     return replace(forward.layout, shards=shards) if shards > 1 else forward.layout
 
 

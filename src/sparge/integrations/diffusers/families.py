@@ -98,10 +98,11 @@ def _by_ids(config: Any, arguments: Arguments) -> tuple[Grid, ...]:
     ids = arguments.get("img_ids")
     if not isinstance(ids, Tensor):
         raise ValueError("the call has no img_ids.")
+    now = 0 if ids.is_inference() else ids._version  # tensors of torch.inference_mode have no version
     version, grids = _grids_of_ids.get(ids, (-1, ()))
-    if version != ids._version:
+    if version != now:
         grids = _read_ids(ids)
-        _grids_of_ids[ids] = (ids._version, grids)
+        _grids_of_ids[ids] = (now, grids)
     _check_count(grids, arguments["hidden_states"].shape[1])
     found: tuple[Grid, ...] = grids
     return found
@@ -198,6 +199,12 @@ FAMILIES: dict[str, Family] = {
         rotary="rope",
     ),
 }
+
+
+def family_of(model: Any) -> Family | None:
+    """None: sparge does not know where the tokens of this model stand."""
+    kind = type(model)
+    return FAMILIES.get(kind.__name__) if kind.__module__.startswith("diffusers.") else None
 
 
 def why_not_once(model: Any, family: Family, arguments: Arguments) -> str | None:

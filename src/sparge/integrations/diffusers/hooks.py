@@ -23,6 +23,7 @@ from sparge.integrations.diffusers.steps import Steps
 from sparge.integrations.fallback import warn_once
 from sparge.integrations.layers import LayerSettings
 from sparge.integrations.torch_sdpa import redirected
+from sparge.library import is_traced
 
 BACKEND = "_attention_backend"  # the attribute of processors that go through diffusers' dispatcher
 COMPILED = "torch.compile does not see which layer of a patched model it is in, and where its tokens stand."
@@ -74,7 +75,7 @@ class EnterModel:
         self.steps = steps
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if is_traced():
             warn_once(type(model).__name__, COMPILED)
             return None
         family = FAMILIES[type(model).__name__]
@@ -188,9 +189,8 @@ def _dispatched_to_sparge(processor: Any) -> Iterator[Any]:
     with _lock:
         loan = _loans.get(processor)
         if loan is None:
-            loan = _loans[processor] = _Loan(
-                0, {BACKEND: vars(processor)[BACKEND]} if BACKEND in vars(processor) else {}
-            )
+            own = {name: value for name, value in vars(processor).items() if name == BACKEND}
+            loan = _loans[processor] = _Loan(0, own)
             setattr(processor, BACKEND, AttentionBackendName(NAME))
         loan.users += 1
     try:

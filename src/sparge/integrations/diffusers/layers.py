@@ -7,7 +7,7 @@ from typing import Any
 
 from sparge.config import SparseConfig
 from sparge.inputs import DTYPES
-from sparge.integrations.diffusers.families import FAMILIES, Family
+from sparge.integrations.diffusers.families import Family, family_of
 from sparge.integrations.layers import ALONE, DENSE, SPARSE, Layer, LayerSettings, head_dim_refusal, settings_of
 from sparge.profile import Profile
 
@@ -19,7 +19,7 @@ STRANGER = (
 
 def attention_layers(model: Any, config: SparseConfig | None, profile: Profile | None, prefix: str = "") -> list[Layer]:
     """Every attention layer of a model, in its order; `prefix` comes before the names."""
-    family = FAMILIES.get(type(model).__name__)
+    family = family_of(model)
     return [
         _layer(name, prefix, module, family, config, profile)
         for name, module in model.named_modules()

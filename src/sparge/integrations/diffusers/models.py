@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from sparge.integrations.diffusers.families import FAMILIES
-
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")  # where pipelines keep what runs at each step
 
 
@@ -47,11 +45,6 @@ def _is_model(part: object) -> bool:
     from diffusers.models.modeling_utils import ModelMixin
 
     return isinstance(part, ModelMixin)
-
-
-def is_known(model: Any) -> bool:
-    """Whether sparge knows where the tokens of this model stand."""
-    return type(model).__name__ in FAMILIES and type(model).__module__.startswith("diffusers.")
 
 
 def original(model: Any) -> Any:

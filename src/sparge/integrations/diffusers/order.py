@@ -46,6 +46,7 @@ class Layout:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # the tensors are kept, and may be used by a call that needs gradients
 def _order(layout: Layout, length: int, device: torch.device) -> TokenOrder:
     text = length - layout.visual
     words, parts, start = torch.arange(text), [], 0
