@@ -87,6 +87,15 @@ def test_a_patch_goes_before_the_name(calls: list[Any]) -> None:
     sparge.patch(model, config)
     output(model, **one.inputs)
     assert [call["config"] for call in calls] == [config] * 2
+    sparge.unpatch(model)
+    calls.clear()
+    with sparge.patch(model, config, dense_layers=1):
+        output(model, **one.inputs)
+    assert [call["config"] for call in calls] == [config]
+    calls.clear()
+    with sparge.patch(model, config, dense_steps=1):
+        output(model, **one.inputs)
+    assert not calls
 
 
 def test_the_name_is_known_whichever_is_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,11 +158,11 @@ def _switch(model: Any, plan: Plan) -> None:
 
 def _hook(parts: dict[str, Any], plan: Plan, steps: Steps) -> None:
     """Models of diffusers get hooks. Those of one pipeline count its steps together."""
-    settings = {layer.name: layer.settings for layer in plan.layers}
-    taken = {name: own for name, own in settings.items() if own is not None and own.config is not None}
+    taken = {layer.name: layer.settings for layer in plan.layers if layer.settings is not None}
     for prefix, part in parts.items():
         layers = {name[len(prefix) :]: own for name, own in taken.items() if name.startswith(prefix)}
-        setattr(part, RECORD, hooks.install(part, layers, steps) if layers else None)
+        wanted = any(own.config is not None for own in layers.values())
+        setattr(part, RECORD, hooks.install(part, layers, steps) if wanted else None)
 
 
 def _checked(model: Any, config: object, profile: object, dry_run: object, dense_steps: object) -> Any:

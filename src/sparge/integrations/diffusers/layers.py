@@ -11,10 +11,7 @@ from sparge.integrations.diffusers.families import Family, family_of
 from sparge.integrations.layers import ALONE, DENSE, SPARSE, Layer, LayerSettings, head_dim_refusal, settings_of
 from sparge.profile import Profile
 
-STRANGER = (
-    "sparge does not know where text and pictures stand in this model; "
-    'set_attention_backend("sparge") goes without knowing'
-)
+STRANGER = "sparge does not know where text and pictures stand in this model"
 
 
 def attention_layers(model: Any, config: SparseConfig | None, profile: Profile | None, prefix: str = "") -> list[Layer]:

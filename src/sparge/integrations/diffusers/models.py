@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-DENOISERS = ("transformer", "transformer_2", "unet", "prior")  # where pipelines keep what runs at each step
+DENOISERS = ("transformer", "transformer_2", "unet")  # where pipelines keep what runs at each step
 
 
 def is_pipeline(model: object) -> bool:
@@ -18,8 +18,6 @@ def is_pipeline(model: object) -> bool:
 
 def diffusers_models(model: Any) -> dict[str, Any]:
     """The models of diffusers in a pipeline or a module, by the prefix of their layers' names."""
-    if "diffusers" not in sys.modules:
-        return {}
     found = dict(_components(model) if is_pipeline(model) else _parts(model))
     return {"": next(iter(found.values()))} if is_pipeline(model) and len(found) == 1 else found
 
@@ -42,9 +40,8 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_model(part: object) -> bool:
-    from diffusers.models.modeling_utils import ModelMixin
-
-    return isinstance(part, ModelMixin)
+    home = sys.modules.get("diffusers.models.modeling_utils")
+    return home is not None and isinstance(part, home.ModelMixin)
 
 
 def original(model: Any) -> Any:
