@@ -166,6 +166,15 @@ def test_a_profile_tuned_on_the_model_fits_it(configs: list[Any]) -> None:
     assert configs == [profile.config_for(name) for name in LAYERS]
 
 
+@pytest.mark.parametrize("chosen", [1, "model.layers.0.*"])
+def test_layers_kept_dense(chosen: Any, configs: list[Any]) -> None:
+    model = built(small.llama)
+    with sparge.patch(model, EXACT, dense_layers=chosen) as patch:
+        assert [layer.action for layer in patch.plan.layers] == ["dense", "sparse"]
+        output(model, input_ids=tokens())
+    assert configs == [EXACT]
+
+
 def test_profiles_of_other_models_are_refused() -> None:
     with refused(ProfileError, "tiny", "LlamaForCausalLM", "'layers.7'"):
         sparge.patch(built(small.llama), profile=profile_of(*LAYERS, "layers.7"))
@@ -271,7 +280,8 @@ def test_wrong_arguments() -> None:
 
 def test_the_name_is_known_whichever_is_imported_first() -> None:
     code = (
-        "import sys, sparge; finders = [f for f in sys.meta_path if type(f).__name__ == '_AfterImport'];"
+        "import sys, sparge; home = 'transformers.modeling_utils';"
+        "finders = [f for f in sys.meta_path if getattr(f, 'home', '') == home];"
         "assert finders and 'transformers' not in sys.modules; from transformers import AutoModel, LlamaConfig;"
         "sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1);"
         "model = AutoModel.from_config(LlamaConfig(**sizes), attn_implementation='sparge');"

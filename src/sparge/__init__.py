@@ -3,6 +3,7 @@
 from sparge.api import attention, block_sparse_attention, predict_mask, varlen_attention
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.integrations.diffusers.registration import register_with_diffusers
 from sparge.integrations.fallback import DenseAttentionWarning
 from sparge.integrations.patch import Patch, Plan, patch, unpatch
 from sparge.integrations.torch_sdpa import Calls, patched
@@ -14,6 +15,7 @@ from sparge.tuning.search import tune
 
 __version__ = "0.1.0"
 
+register_with_diffusers()
 register_with_transformers()
 
 __all__ = [

@@ -10,14 +10,19 @@ from typing import Any, Literal, overload
 import torch
 
 from sparge.config import SparseConfig
+from sparge.integrations.diffusers import hooks
+from sparge.integrations.diffusers.layers import attention_layers as diffusers_layers
+from sparge.integrations.diffusers.models import diffusers_models, is_pipeline, original
+from sparge.integrations.diffusers.steps import Steps
 from sparge.integrations.fallback import DenseAttentionWarning
+from sparge.integrations.layers import SPARSE, DenseLayers, Layer, check_profile, keep_dense
 from sparge.integrations.transformers.attention import SETTINGS
 from sparge.integrations.transformers.interface import ImplementationSwitch, reads_implementation
-from sparge.integrations.transformers.layers import SPARSE, Layer, attention_layers
+from sparge.integrations.transformers.layers import attention_layers
 from sparge.integrations.transformers.registration import NAME, register
 from sparge.profile import Profile
 
-RECORD = "sparge_patch"  # the attribute of a patched model: how it was before; None: nothing was switched
+RECORD = "sparge_patch"  # the attribute of a patched model: what takes the patch away; None: nothing was changed
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Patch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if RECORD in vars(self.model):
+        if any(RECORD in vars(part) for part in _parts(self.model)):
             unpatch(self.model)
 
     def __str__(self) -> str:
@@ -59,34 +64,88 @@ class Patch:
 
 @overload
 def patch(
-    model: Any, config: SparseConfig | None = None, profile: Profile | None = None, dry_run: Literal[False] = False
+    model: Any,
+    config: SparseConfig | None = None,
+    profile: Profile | None = None,
+    dry_run: Literal[False] = False,
+    *,
+    dense_layers: DenseLayers = 0,
+    dense_steps: int = 0,
 ) -> Patch: ...
 
 
 @overload
 def patch(
-    model: Any, config: SparseConfig | None = None, profile: Profile | None = None, *, dry_run: Literal[True]
+    model: Any,
+    config: SparseConfig | None = None,
+    profile: Profile | None = None,
+    *,
+    dry_run: Literal[True],
+    dense_layers: DenseLayers = 0,
+    dense_steps: int = 0,
 ) -> Plan: ...
 
 
 def patch(
-    model: Any, config: SparseConfig | None = None, profile: Profile | None = None, dry_run: bool = False
+    model: Any,
+    config: SparseConfig | None = None,
+    profile: Profile | None = None,
+    dry_run: bool = False,
+    *,
+    dense_layers: DenseLayers = 0,
+    dense_steps: int = 0,
 ) -> Patch | Plan:
-    """Let the attention layers of a model of transformers run sparse, until `unpatch`.
+    """Let the attention layers of a model of transformers or diffusers run sparse, until `unpatch`.
 
-    config   settings of every layer; the default needs no tuning
-    profile  tuned settings by layer name; layers that it does not name follow config, and stay dense without one
-    dry_run  change nothing, and return the Plan: each layer, what would happen, and why
+    model         a model, or a pipeline of diffusers: then its transformers
+    config        settings of every layer; the default needs no tuning
+    profile       tuned settings by layer name; layers that it does not name follow config, and stay dense without one
+    dry_run       change nothing, and return the Plan: each layer, what would happen, and why
+    dense_layers  so many of the first layers stay dense, or those of these names (* stands for anything)
+    dense_steps   so many of the first denoising steps stay dense
 
     What cannot be sparse stays dense, with a DenseAttentionWarning that says why, once. Returns a Patch, to be used as
     a context manager or not.
     """
-    model = _checked(model, config, profile, dry_run)
-    plan = Plan(type(model).__name__, tuple(attention_layers(model, config, profile)))
+    model = _checked(model, config, profile, dry_run, dense_steps)
+    parts = diffusers_models(model)
+    by_hooks = bool(parts) or is_pipeline(model)
+    if dense_steps and not by_hooks:
+        raise ValueError(f"dense_steps are steps of denoising, and {type(model).__name__} is no model of diffusers.")
+    if by_hooks:
+        layers = [one for prefix, part in parts.items() for one in diffusers_layers(part, config, profile, prefix)]
+        check_profile(profile, layers, type(model).__name__)
+    else:
+        layers = attention_layers(model, config, profile)
+    plan = Plan(type(model).__name__, tuple(keep_dense(layers, dense_layers)))
     if dry_run:
         return plan
-    taken = {layer.name: layer for layer in plan.layers if layer.settings is not None}
     _warn(plan)
+    if by_hooks:
+        _hook(parts, plan, Steps(dense_steps))
+    else:
+        _switch(model, plan)
+    return Patch(model, plan)
+
+
+def unpatch(model: Any) -> None:
+    """Give a patched model or pipeline, or a copy of one, back the attention that it had."""
+    model = original(_checked_kind(model))
+    patched = [part for part in _parts(model) if RECORD in vars(part)]
+    if not patched:
+        raise ValueError(f"{type(model).__name__} is not patched, so there is nothing to restore.")
+    for part in patched:
+        record: ImplementationSwitch | hooks.Installed | None = vars(part).pop(RECORD)
+        if record is not None:
+            record.restore()
+        for module in part.modules():
+            if SETTINGS in vars(module):
+                delattr(module, SETTINGS)
+
+
+def _switch(model: Any, plan: Plan) -> None:
+    """A model of transformers is told to use another attention implementation."""
+    taken = {layer.name: layer for layer in plan.layers if layer.settings is not None}
     switch = None
     if taken:
         register()
@@ -95,44 +154,41 @@ def patch(
     setattr(model, RECORD, switch)
     for name, layer in taken.items():
         setattr(model.get_submodule(name), SETTINGS, layer.settings)
-    return Patch(model, plan)
 
 
-def unpatch(model: Any) -> None:
-    """Give a patched model, or a copy of one, back the attention that it had."""
-    model = _original(_checked_module(model))
-    if RECORD not in vars(model):
-        raise ValueError(f"{type(model).__name__} is not patched, so there is nothing to restore.")
-    switch: ImplementationSwitch | None = vars(model).pop(RECORD)
-    if switch is not None:
-        switch.restore()
-    for module in model.modules():
-        if SETTINGS in vars(module):
-            delattr(module, SETTINGS)
+def _hook(parts: dict[str, Any], plan: Plan, steps: Steps) -> None:
+    """Models of diffusers get hooks. Those of one pipeline count its steps together."""
+    taken = {layer.name: layer.settings for layer in plan.layers if layer.settings is not None}
+    for prefix, part in parts.items():
+        layers = {name[len(prefix) :]: own for name, own in taken.items() if name.startswith(prefix)}
+        wanted = any(own.config is not None for own in layers.values())
+        setattr(part, RECORD, hooks.install(part, layers, steps) if wanted else None)
 
 
-def _checked(model: Any, config: object, profile: object, dry_run: object) -> torch.nn.Module:
-    original = _original(_checked_module(model))
+def _checked(model: Any, config: object, profile: object, dry_run: object, dense_steps: object) -> Any:
+    model = original(_checked_kind(model))
     for name, value, kind in (("config", config, SparseConfig), ("profile", profile, Profile)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be a sparge.{kind.__name__}, not {type(value).__name__}.")
     if not isinstance(dry_run, bool):
         raise TypeError(f"dry_run must be True or False, not {dry_run!r}.")
-    if not dry_run and any(not {SETTINGS, RECORD}.isdisjoint(vars(module)) for module in original.modules()):
-        raise ValueError(f"{type(original).__name__} is already patched; call sparge.unpatch on it first.")
-    return original
-
-
-def _checked_module(model: object) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"sparge patches a model of transformers, not {type(model).__name__}.")
+    if isinstance(dense_steps, bool) or not isinstance(dense_steps, int) or dense_steps < 0:
+        raise ValueError(f"dense_steps must be a number of steps, 0 or more, not {dense_steps!r}.")
+    modules = [module for part in _parts(model) for module in part.modules()]
+    if not dry_run and any(not {SETTINGS, RECORD}.isdisjoint(vars(module)) for module in modules):
+        raise ValueError(f"{type(model).__name__} is already patched; call sparge.unpatch on it first.")
     return model
 
 
-def _original(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside what torch.compile returns."""
-    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+def _checked_kind(model: object) -> Any:
+    if not isinstance(model, torch.nn.Module) and not is_pipeline(model):
+        raise TypeError(f"sparge patches a model of transformers or diffusers, not {type(model).__name__}.")
+    return model
+
+
+def _parts(model: Any) -> list[Any]:
+    """The modules that carry the record of a patch: models of diffusers, or the model itself."""
+    return list(diffusers_models(model).values()) or ([] if is_pipeline(model) else [model])
 
 
 def _warn(plan: Plan) -> None:
@@ -141,7 +197,7 @@ def _warn(plan: Plan) -> None:
         what = "has no attention layer that sparge knows, and is left as it is; `with sparge.patched():` reaches code "
         text = f"{plan.model} {what}that calls torch's scaled_dot_product_attention."
     else:
-        others = [layer for layer in plan.layers if layer.action != SPARSE]
+        others = [layer for layer in plan.layers if layer.action != SPARSE and not layer.as_meant]
         if not others:
             return
         reasons = "; ".join(dict.fromkeys(f"{layer.name}: {layer.why}" for layer in _first_per_reason(others)))

@@ -36,8 +36,25 @@ class _Block:
     config: SparseConfig
     calls: Calls
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+        """Sparse where sparge can, else torch's own."""
+        is_causal = arguments["is_causal"]
+        reason = _why_dense(query, key, arguments["attn_mask"], is_causal)
+        if reason is None:
+            if is_causal:  # top-left: keys after the last row are seen by none
+                key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
+            operands = (query, key, value, self.config)
+            reason = refusal(*operands, **arguments) or dense_anyway(*operands, **arguments)
+        if reason is not None:
+            self.calls.dense[reason] += 1
+            return torch_attention(query, key, value, **arguments)
+        self.calls.sparse += 1
+        return attention(query, key, value, **arguments, config=self.config)
 
-_block: ContextVar[_Block | None] = ContextVar("sparge_patched", default=None)
+
+Attend = Callable[..., Any]  # with the arguments of torch's function, those after value by name
+
+_attend: ContextVar[Attend | None] = ContextVar("sparge_attend", default=None)
 _lock = threading.Lock()
 _open_blocks = 0
 _torch_attention: Callable[..., Any] = functional.scaled_dot_product_attention
@@ -60,13 +77,26 @@ def patched(config: SparseConfig | None = None) -> Iterator[Calls]:
     if config is not None and not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a sparge.SparseConfig, not {type(config).__name__}.")
     block = _Block(SparseConfig() if config is None else config, Calls())
-    _enter()
-    token = _block.set(block)
-    try:
+    with redirected(block.attend):
         yield block.calls
+
+
+@contextmanager
+def redirected(attend: Attend) -> Iterator[None]:
+    """Inside the block and in this thread, calls of torch's function go to `attend`."""
+    _enter()
+    token = _attend.set(attend)
+    try:
+        yield
     finally:
-        _block.reset(token)
+        _attend.reset(token)
         _leave()
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+    """torch's own function, also while calls of it are redirected."""
+    own = _torch_attention if _open_blocks else functional.scaled_dot_product_attention
+    return own(query, key, value, **arguments)
 
 
 def _enter() -> None:
@@ -101,20 +131,8 @@ def _attention(
     arguments: dict[str, Any] = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
-    block = None if torch.compiler.is_compiling() else _block.get()
-    if block is None:
-        return _torch_attention(query, key, value, **arguments)
-    reason = _why_dense(query, key, attn_mask, is_causal)
-    if reason is None:
-        if is_causal:  # top-left: keys after the last row are seen by none
-            key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
-        operands = (query, key, value, block.config)
-        reason = refusal(*operands, **arguments) or dense_anyway(*operands, **arguments)
-    if reason is not None:
-        block.calls.dense[reason] += 1
-        return _torch_attention(query, key, value, **arguments)
-    block.calls.sparse += 1
-    return attention(query, key, value, **arguments, config=block.config)
+    attend = None if torch.compiler.is_compiling() else _attend.get()
+    return (attend or _torch_attention)(query, key, value, **arguments)
 
 
 def _why_dense(query: Any, key: Any, attn_mask: Tensor | None, is_causal: bool) -> str | None:

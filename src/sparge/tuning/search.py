@@ -66,10 +66,11 @@ def tune(
 ) -> Profile:
     """Search settings per layer and head that skip as many blocks as an error bound allows.
 
-    model    a causal language model of transformers, or a function run(item, attend) that runs a model on one input
-             and computes each attention layer as attend(layer_name, query, key, value, is_causal=..., ...), which
-             takes the arguments of sparge.attention and returns exact attention
-    inputs   a handful, each as long as those to come; for a model of transformers token ids [batch, tokens]
+    model    a causal language model of transformers, a transformer of diffusers, or a function run(item, attend) that
+             runs a model on one input and computes each attention layer as attend(layer_name, query, key, value,
+             is_causal=..., ...), which takes the arguments of sparge.attention and returns exact attention
+    inputs   a handful, each as long as those to come; for a model of transformers token ids [batch, tokens], for one of
+             diffusers the arguments of its forward, as a dict
     l1       bound on the relative L1 of each head's output, over all inputs; l2 (more than l1) is that with the
              second stage, pv_threshold, which is left as it is without l2
     spend    "head": every head may err by l1, as in the paper. "model": the squared error that these settings add up

@@ -1,8 +1,8 @@
-"""What can be tuned: a function that runs a model, or a causal language model of transformers."""
+"""What can be tuned: a function that runs a model, a causal language model of transformers, a model of diffusers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from sparge.inputs import prepare_inputs
+from sparge.integrations.diffusers.families import family_of
+from sparge.integrations.diffusers.hooks import install
+from sparge.integrations.diffusers.layers import attention_layers
+from sparge.integrations.diffusers.steps import Steps
+from sparge.integrations.layers import SPARSE
 from sparge.integrations.transformers.interface import ImplementationSwitch, register_attention
 from sparge.visibility import Visibility
 
@@ -34,13 +39,20 @@ class Subject(Protocol):
 def subject_of(model: Any, name: str | None, loss: Loss | None) -> Subject:
     if hasattr(model, "set_attn_implementation") and hasattr(model, "config"):
         return TransformersSubject(model, name, loss)
+    if isinstance(model, torch.nn.Module) and family_of(model) is not None:
+        if loss is not None:
+            raise ValueError(
+                "loss is for functions and language models: a model of diffusers is weighed by its outputs."
+            )
+        return DiffusersSubject(model, name)
     if isinstance(model, torch.nn.Module):
         raise TypeError(
-            f"{type(model).__name__} is no model of transformers: pass a function run(item, attend) that runs it "
-            "and computes each attention layer as attend(layer_name, query, key, value, ...)."
+            f"{type(model).__name__} is no model of transformers or diffusers that sparge knows: pass a function "
+            "run(item, attend) that runs it and computes each attention layer as "
+            "attend(layer_name, query, key, value, ...)."
         )
     if not callable(model):
-        raise TypeError(f"tune takes a model of transformers or a function run(item, attend), not {model!r}.")
+        raise TypeError(f"tune takes a model or a function run(item, attend), not {model!r}.")
     return FunctionSubject(model, name, loss)
 
 
@@ -109,6 +121,43 @@ class TransformersSubject:
             self.layers[id(module)], query, key, value, is_causal=True, scale=scaling, enable_gqa=True, window=window
         )
         return output.transpose(1, 2).contiguous(), None
+
+
+class DiffusersSubject:
+    """A transformer of diffusers; inputs are the arguments of its forward, layers go by module name.
+
+    Its layers are measured with the visual tokens in order. That text is protected later on top makes errors smaller.
+    """
+
+    loss: Loss | None = None
+
+    def __init__(self, model: Any, name: str | None) -> None:
+        self.model = model
+        self.name: str = name or model.config.get("_name_or_path") or type(model).__name__
+        self.attend: Attend | None = None
+        layers = {one.name: one.settings for one in attention_layers(model, None, None) if one.action == SPARSE}
+        taken = {key: settings for key, settings in layers.items() if settings is not None}
+        self.hooks = install(model, taken, Steps(0), self._attend)
+
+    def run(self, item: Any, attend: Attend) -> None:
+        if not isinstance(item, Mapping):
+            raise TypeError("an input of a model of diffusers must be a dict: the arguments of its forward by name.")
+        self.attend = attend
+        try:
+            with torch.no_grad():
+                self.model(**item)
+        finally:
+            self.attend = None
+
+    def close(self) -> None:
+        self.hooks.restore()
+
+    def _attend(
+        self, layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any
+    ) -> Tensor:
+        assert self.attend is not None
+        more.pop("config")  # whose settings are being searched
+        return self.attend(layer, query, key, value, attn_mask=mask, **more)
 
 
 def _check_ids(item: Any) -> None:

@@ -14,6 +14,7 @@ from sparge.api import attention
 from sparge.config import SparseConfig
 from sparge.inputs import Window
 from sparge.integrations.fallback import FEW_ROWS, refusal, warn_once
+from sparge.integrations.layers import LayerSettings
 from sparge.integrations.transformers.mask import PatternMask
 from sparge.visibility import UNBOUNDED, Visibility
 
@@ -32,14 +33,6 @@ SDPA_ONLY = {
     "cache": "its keys are in a paged cache.",
 }
 NOBODY = ("indices", "block_indices")  # keys chosen by the model itself
-
-
-@dataclass(frozen=True)
-class LayerSettings:
-    """What a patch tells one layer."""
-
-    config: SparseConfig | None  # None: dense
-    tuned: bool = False  # whether the config is this layer's own, from a profile
 
 
 DEFAULT = LayerSettings(SparseConfig())

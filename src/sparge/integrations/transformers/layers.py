@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from sparge.config import SparseConfig
-from sparge.inputs import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
-from sparge.integrations.transformers.attention import NOBODY, LayerSettings
+from sparge.inputs import DTYPES
+from sparge.integrations.layers import (
+    ALONE,
+    DENSE,
+    SPARSE,
+    Layer,
+    LayerSettings,
+    check_profile,
+    head_dim_refusal,
+    settings_of,
+)
+from sparge.integrations.transformers.attention import NOBODY
 from sparge.integrations.transformers.interface import calls_interface, forward_words, reads_implementation
-from sparge.profile import Profile, ProfileError
+from sparge.profile import Profile
 
-SPARSE, DENSE, ALONE = "sparse", "dense", "left alone"
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One attention layer: what will happen to it, and why."""
-
-    name: str
-    kind: str
-    heads: int | None  # None: the layer does not say
-    head_dim: int | None
-    action: str  # "sparse", "dense" (sparge hands its calls on) or "left alone" (sparge is never called)
-    why: str
-    settings: LayerSettings | None = None  # None: left alone
 
 
 def attention_layers(model: Any, config: SparseConfig | None, profile: Profile | None) -> list[Layer]:
@@ -41,12 +36,7 @@ def attention_layers(model: Any, config: SparseConfig | None, profile: Profile |
         _layer(name, module, stubborn.get(id(getattr(module, "config", None))), config, profile)
         for name, module in modules
     ]
-    strangers = set(profile.layers) - {layer.name for layer in found} if profile is not None else set()
-    if profile is not None and strangers:
-        raise ProfileError(
-            f"the profile of {profile.model} names {len(strangers)} layers that {type(model).__name__} does not have, "
-            f"the first of them {min(strangers)!r}."
-        )
+    check_profile(profile, found, type(model).__name__)
     return found
 
 
@@ -81,7 +71,7 @@ def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | 
     if stubborn is not None:
         own = "chooses its keys itself" if calls_interface(type(stubborn)) else "computes attention itself"
         return layer(ALONE, f"{type(stubborn).__name__} {own}")
-    settings = _settings(name, config, profile)
+    settings = settings_of(name, config, profile)
     if settings.config is None:
         return layer(DENSE, "the profile does not name it, and no config is given", settings)
     if heads is not None:
@@ -98,14 +88,6 @@ def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | 
     return layer(SPARSE, by + exact, settings)
 
 
-def _settings(name: str, config: SparseConfig | None, profile: Profile | None) -> LayerSettings:
-    if profile is None:
-        return LayerSettings(SparseConfig() if config is None else config)
-    if name in profile.layers:
-        return LayerSettings(profile.config_for(name), tuned=True)
-    return LayerSettings(config)
-
-
 def _why_dense(module: Any, head_dim: int | None) -> str | None:
     """What will hold for every call."""
     softcap = getattr(module, "attn_logit_softcapping", None)
@@ -115,9 +97,7 @@ def _why_dense(module: Any, head_dim: int | None) -> str | None:
         return "its softmax has attention sinks"
     if "position_bias" in forward_words(type(module)):
         return "its scores have a position bias"
-    if head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    return None
+    return head_dim_refusal(head_dim)
 
 
 def _number(module: Any, names: tuple[str, ...]) -> int | None:

@@ -1,0 +1,1 @@
+"""Image and video transformers of diffusers."""

@@ -1,0 +1,1 @@
+"""Prefill of vLLM by sparge."""
