@@ -16,6 +16,7 @@ from sparge.budget import Verdict, enforce
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
 from sparge.library import is_traced, traced_attention
+from sparge.observe import note
 from sparge.packing import Packing
 from sparge.stages import Output, Stats
 
@@ -246,9 +247,10 @@ def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None) ->
         blocks = backend.summarize(inputs, config)
         mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
         output = backend.attend(blocks, mask, config)
-        if config.max_error is None:
-            return Run(inputs, choice, mask, output)
-        return Run(inputs, choice, mask, *enforce(output, blocks, backend, config))
+        judged = (output,) if config.max_error is None else enforce(output, blocks, backend, config)
+        run = Run(inputs, choice, mask, *judged)
+    note(run.stats)
+    return run
 
 
 def _exact_arithmetic(inputs: Inputs) -> AbstractContextManager[Any]:

