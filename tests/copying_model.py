@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 WORDS = 160  # the vocabulary, and the width of each of the four parts of the hidden state
 HEAD = 128
 STILL = 64  # of a head's channels, those in the slower half of both halves hardly turn with position
-SHARP = 40.0  # of attention's choices
+SHARP = 80.0  # of attention's choices
 LOUD = 12.0  # of its predictions
 
 
