@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import torch
 from copying_model import Words, copying_model, repetitive_text
 from problems import refused
+from rich.console import Console
 from small_models import bloom, built, gemma2, llama, tokens
 
 from sparge import SparseConfig
 from sparge.evaluate import language
 from sparge.evaluate.language import Variant, evaluate
 from sparge.evaluate.models import extend_context
-from sparge.evaluate.report import to_markdown
+from sparge.evaluate.report import show, to_markdown
 from sparge.evaluate.results import DENSE
 from sparge.evaluate.tasks import (
     Case,
@@ -180,6 +182,22 @@ def test_results_as_json_and_markdown(model: Any, encode: Encoder) -> None:
     assert shown.count("ppl 512, all 2") == 2
     assert "Perplexity by position, 512 tokens" in shown
     assert "2 of 2 attention layers sparse" in shown
+
+
+@pytest.mark.parametrize(("width", "framed"), [(80, False), (200, True)])
+def test_every_figure_can_be_read_in_a_narrow_terminal_too(
+    model: Any, encode: Encoder, width: int, framed: bool
+) -> None:
+    cases = [*needle_cases(encode, [TEXT], 512, 4, 1), *greedy_cases(encode, [TEXT], 512, 1, 4)]
+    results = evaluate(model, cases, [DAMAGED])
+    console = Console(width=width, file=io.StringIO())
+    show(results, console)
+    shown = console.file.getvalue()
+    assert ("│" in shown) == framed
+    assert "…" not in shown
+    needle, greedy = results.rows()
+    for figure in (f"{needle.change:+.1%}", f"{needle.low:+.1%}", f"{needle.skipped:.1%}", f"{greedy.sparse:.1%}"):
+        assert figure in shown
 
 
 def test_cases_have_exactly_their_length_and_their_answers(encode: Encoder) -> None:

@@ -140,6 +140,9 @@ def run_eval(request: Request, out: Path | None, as_json: bool) -> int:
 
 
 def _load(request: Request) -> LanguageModel:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # there is one already
     loaded = load_model(request.model, request.dtype)
     if request.yarn is not None:
         extend_context(loaded.model, request.yarn)
@@ -177,8 +180,7 @@ def _show(results: LanguageResults, planned: int, out: Path | None, console: Con
     if as_json:
         print(results.to_json())
     elif results.cases:
-        for table in report.tables(results):
-            console.print(table)
+        report.show(results, console)
     for note in results.notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
     if results.interrupted:

@@ -1,4 +1,4 @@
-"""Results of a language model as text: a table for the terminal, and Markdown."""
+"""Results of a language model as text, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from sparge.evaluate.results import DENSE, CaseResult, LanguageResults, Row
@@ -15,21 +17,34 @@ NONE = "–"
 COLUMNS = (
     "what", "cases", "dense", "sparse", "change", "95 % interval", "KL", "same token", "skipped", "prefill", "speed-up"
 )  # fmt: skip
+UNLIMITED = 1000  # columns of a terminal
 POSITIONS = 8  # parts of a window in the table by position; the plot has all stretches
 
 
-def tables(results: LanguageResults) -> list[Table]:
-    """One for each variant."""
-    made = []
+def show(results: LanguageResults, console: Console) -> None:
+    """A table for each variant; where the terminal is too narrow for it, a few lines for each of its rows."""
     for variant in results.variants:
+        rows = [row for row in results.rows() if row.variant == variant]
         table = Table(title=f"{results.model}, {variant}", title_justify="left")
         for name in COLUMNS:
-            table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name == "what")
-        for row in results.rows():
-            if row.variant == variant:
-                table.add_row(*_cells(row))
-        made.append(table)
-    return made
+            table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*_cells(row))
+        wanted = Measurement.get(console, console.options.update(width=UNLIMITED), table).maximum
+        if wanted <= console.width:
+            console.print(table)
+        else:
+            text = "\n".join([f"{results.model}, {variant}", *map(_lines, rows)])
+            console.print(text, highlight=False, markup=False)
+
+
+def _lines(row: Row) -> str:
+    what, cases, dense, sparse, change, interval, divergence, same, skipped, prefill, speedup = _cells(row)
+    likeness = f"KL {divergence}, same token {same}; " if row.divergence is not None else ""
+    judged = f"{sparse} of tokens as dense" if row.dense is None else f"dense {dense}, sparse {sparse}, {change}"
+    sure = "" if row.low is None else f"\n    95 % interval {interval}"
+    count = f"{cases} case{'s' if row.cases != 1 else ''}"
+    return f"  {what} ({count}): {judged}{sure}\n    {likeness}{skipped} skipped, prefill {prefill}, {speedup}"
 
 
 def to_markdown(results: LanguageResults) -> str:
