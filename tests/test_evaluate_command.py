@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from copying_model import Words, copying_model, repetitive_text, transformers
+from problems import refused
 from small_models import built, llama
 from typer.testing import CliRunner
 
@@ -144,6 +145,20 @@ def test_a_model_in_a_folder_reads_twice_its_context_with_yarn(folder: Path, tex
     result = run(*options, "--yarn", "2", "--dtype", "float32", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["run"] == "float32 on cpu, YaRN x2"
+
+
+def test_other_gguf_files_are_one_sentence(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with refused(ValueError, "other.gguf holds no plain Llama model, but gemma3"):
+        load_model(tmp_path / "other.gguf")
+    for content in (b"", b"not a model" * 10):
+        (tmp_path / "junk.gguf").write_bytes(content)
+        with refused(ValueError, "junk.gguf is no GGUF file"):
+            load_model(tmp_path / "junk.gguf")
 
 
 @pytest.mark.parametrize(

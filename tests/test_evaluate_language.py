@@ -125,7 +125,7 @@ def test_losses_and_divergence_are_those_of_the_logits(encode: Encoder) -> None:
 def test_logits_are_those_of_the_model_whatever_it_does_to_them() -> None:
     model = built(gemma2)
     model.config.final_logit_softcapping = 0.5
-    with torch.inference_mode():
+    with torch.no_grad():
         ids = tokens()[:1]
         hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]
         got, want = language._logits(model, hidden), model(ids, use_cache=False).logits[0]
@@ -137,7 +137,7 @@ def test_greedy_continuations_are_those_of_generate(encode: Encoder) -> None:
     model = built(llama)
     ids = tokens()[:1]
     case = Case("greedy", "one", tuple(ids[0].tolist()), new_tokens=5)
-    with torch.inference_mode():
+    with torch.no_grad():
         made = language._continue(model, case, None).output
     want = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
     assert made.tolist() == want[0, -5:].tolist()
@@ -272,6 +272,18 @@ def test_impossible_cases_are_one_sentence(model: Any, encode: Encoder) -> None:
         evaluate(model, needle_cases(encode, [TEXT], 256, 1, 1) * 2)
     with refused(ValueError, "cannot be called dense"):
         Variant("dense")
+
+
+def test_models_that_cannot_be_judged_are_one_sentence(encode: Encoder) -> None:
+    cases = perplexity_cases(encode, [TEXT], 256, 1)
+    model = copying_model()
+    with refused(ValueError, "training mode"):
+        evaluate(model.train(), cases)
+    with refused(TypeError, "not Linear"):
+        evaluate(torch.nn.Linear(2, 2), cases)
+    model.eval().set_attn_implementation("sparge")
+    with refused(ValueError, "sparse already"):
+        evaluate(model, cases)
 
 
 def test_yarn_is_that_of_transformers() -> None:

@@ -17,8 +17,9 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says() -> None:
     assert 180 <= inside <= 198  # 190 expected, a little less from the bootstrap
 
 
-def test_the_interval_of_a_mean_needs_two_values_and_is_repeatable() -> None:
+def test_the_interval_of_a_mean_needs_two_different_values_and_is_repeatable() -> None:
     assert mean_interval([1.0]) is None
+    assert mean_interval([0.0, 0.0, 0.0]) is None
     assert mean_interval([0.0, 1.0, 5.0]) == mean_interval([0.0, 1.0, 5.0])
     low, high = mean_interval([0.0, 1.0, 5.0])
     assert 0 <= low < 2 < high <= 5

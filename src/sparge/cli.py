@@ -186,7 +186,7 @@ def tune(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="A folder of transformers or a GGUF file. Default: SmolLM2-135M."),
+        typer.Option(metavar="PATH", help="A folder of transformers, or a Llama's GGUF file. Default: SmolLM2-135M."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:

@@ -30,7 +30,7 @@ def eval_language(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="A folder of transformers or a GGUF file. Default: SmolLM2-135M."),
+        typer.Option(metavar="PATH", help="A folder of transformers, or a Llama's GGUF file. Default: SmolLM2-135M."),
     ] = None,
     yarn: Annotated[
         float | None, typer.Option(metavar="FACTOR", help="Extend the model's context by YaRN, as in 2.")

@@ -64,7 +64,7 @@ class Pass:
     backends: dict[str, int]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     model: Any,
     cases: Sequence[Case],
@@ -83,7 +83,7 @@ def evaluate(
 
     Ctrl-C ends it early: the results say so, and hold the cases that are done.
     """
-    _check(cases, variants)
+    _check(model, cases, variants)
     step = on_step or (lambda *_: None)
     name = name or getattr(model.config, "name_or_path", "") or type(model).__name__
     plans = {variant.name: str(patch(model, variant.config, variant.profile, dry_run=True)) for variant in variants}
@@ -110,7 +110,11 @@ def evaluate(
     return results
 
 
-def _check(cases: Sequence[Case], variants: Sequence[Variant]) -> None:
+def _check(model: Any, cases: Sequence[Case], variants: Sequence[Variant]) -> None:
+    if not hasattr(model, "base_model") or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(f"evaluate takes a causal language model of transformers, not {type(model).__name__}.")
+    if model.training:
+        raise ValueError(f"{type(model).__name__} is in training mode; call eval() on it first.")
     for what, names in (("case", [case.name for case in cases]), ("settings", [variant.name for variant in variants])):
         if not names:
             raise ValueError(f"an evaluation needs at least one {what}.")
@@ -136,6 +140,8 @@ def _measure(model: Any, case: Case, variants: Sequence[Variant], step: OnStep) 
         way = DENSE if variant is None else variant.name
         passes[way] = _continue(model, case, variant) if case.task == GREEDY else _read(model, case.ids, variant)
         step(f"{case.name}, {way}", len(case.ids))
+    if passes[DENSE].visible:
+        raise ValueError("the model is sparse already: unpatch it, or load it with another attn_implementation.")
     if case.task == PPL:
         judged = _judge_losses(model, case, passes)
     elif case.task == GREEDY:

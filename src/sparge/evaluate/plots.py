@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sparge.evaluate.report import curves
 from sparge.evaluate.results import DENSE, CaseResult, LanguageResults
 from sparge.evaluate.tasks import NEEDLE, PPL
@@ -66,7 +68,10 @@ def _heat_maps(cases: Sequence[CaseResult], ways: Sequence[str], title: str, pat
         for column, way in enumerate(ways):
             panel = axes[row][column]
             shares = [[_found(cases, way, count, tokens, depth) for tokens in lengths] for depth in depths]
-            image = panel.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+            image = panel.imshow(shares, cmap="RdYlGn", alpha=0.8, vmin=0, vmax=1, aspect="auto")
+            for place, share in np.ndenumerate(np.array(shares)):
+                if not math.isnan(share):
+                    panel.text(place[1], place[0], f"{share:.0%}", ha="center", va="center", fontsize=6)
             panel.set_xticks(range(len(lengths)), [str(tokens) for tokens in lengths], fontsize=7)
             panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
             panel.set_title(f"{way}, {count} key{'s' if count != 1 else ''}", fontsize=8)

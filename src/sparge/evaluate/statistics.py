@@ -15,12 +15,12 @@ Interval = tuple[float, float]
 
 
 def mean_interval(differences: Sequence[float], seed: int = 0) -> Interval | None:
-    """95 % interval of the mean difference by the bootstrap (percentiles); None below two differences.
+    """95 % interval of the mean difference by the bootstrap (percentiles); None where all differences are the same.
 
-    >>> mean_interval([0.5, 0.5, 0.5])
-    (0.5, 0.5)
+    >>> mean_interval([0.5, 0.5, 0.5]) is None  # resampling would claim to be certain
+    True
     """
-    if len(differences) < 2:
+    if len(set(differences)) < 2:
         return None
     values = np.asarray(differences, dtype=np.float64)
     chance = np.random.default_rng(seed)
