@@ -281,7 +281,11 @@ def test_models_that_cannot_be_judged_are_one_sentence(encode: Encoder) -> None:
         evaluate(model.train(), cases)
     with refused(TypeError, "not Linear"):
         evaluate(torch.nn.Linear(2, 2), cases)
-    model.eval().set_attn_implementation("sparge")
+    with torch.no_grad():
+        model.eval().lm_head.weight[0, 0] = math.nan
+    with refused(ValueError, "not finite"):
+        evaluate(model, cases)
+    model.set_attn_implementation("sparge")
     with refused(ValueError, "sparse already"):
         evaluate(model, cases)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import sparge
 from sparge.cli import app
-from sparge.evaluate.vision import as_frames, compare_losses, compare_samples, psnr, squared_error, ssim
+from sparge.evaluate.vision import SampleError, as_frames, compare_losses, compare_samples, psnr, squared_error, ssim
 
 pytest.importorskip("skimage")
 image = pytest.importorskip("PIL.Image")
@@ -82,7 +82,7 @@ def test_metrics_are_what_they_say() -> None:
     noisy = as_frames(np.random.default_rng(0).random((8, 8, 3)))
     assert ssim(flat, flat) == pytest.approx(1)
     assert ssim(flat, noisy) < 0.5
-    with refused(ValueError, "one shape"):
+    with refused(SampleError, "one shape"):
         squared_error(flat, as_frames(np.zeros((9, 8, 3))))
 
 
@@ -108,12 +108,12 @@ def test_frames_come_in_many_shapes() -> None:
     ],
 )
 def test_other_frames_are_refused(sampled: Any, words: str) -> None:
-    with refused(ValueError, words):
+    with refused(SampleError, words):
         as_frames(sampled)
 
 
 def test_a_model_that_is_sparse_already_is_refused() -> None:
-    with refused(ValueError, "unpatch the model first"), sparge.patched(FEW):
+    with refused(SampleError, "unpatch the model first"), sparge.patched(FEW):
         compare_samples(sample, [0], {"few": lambda: sparge.patched(FEW)})
 
 
@@ -216,6 +216,8 @@ def test_ctrl_c_keeps_the_pairs_that_are_done(file: str) -> None:
         (["FILE:loss"], "[height, width, channels]"),
         (["FILE:sample", "--video", "avi"], "gif or mp4"),
         (["FILE:sample", "--config", "gap"], "expected NAME=VALUE"),
+        (["FILE:sample", "--config", "gap=4", "--config", "gap=4"], "there twice"),
+        (["FILE:sample", "--out", "FILE"], "exists"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(file: str, options: list[str], words: str) -> None:
@@ -223,6 +225,13 @@ def test_a_wrong_option_is_one_sentence(file: str, options: list[str], words: st
     assert result.exit_code == 1
     assert str(result.exception).startswith("sparge eval-vision: ")
     assert words in str(result.exception)
+
+
+def test_an_error_in_the_file_itself_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def sample(seed):\n    raise ValueError('mine')\n")
+    result = run(f"{tmp_path / 'wrong.py'}:sample")
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception) == "mine"
 
 
 def test_attention_that_sparge_never_sees_is_said(file: str, tmp_path: Path) -> None:

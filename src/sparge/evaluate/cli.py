@@ -152,11 +152,18 @@ def eval_vision(
     if importlib.util.find_spec("skimage") is None or importlib.util.find_spec("PIL") is None:
         sys.exit("sparge eval-vision needs scikit-image and Pillow: pip install 'sparge[eval]'.")
     from sparge.evaluate.settings import variants_of
+    from sparge.evaluate.vision import SampleError
     from sparge.evaluate.vision_command import VisionRequest, run_eval_vision
 
     try:
         variants = tuple(variants_of(config or (), profile or ()))
-        outcome = run_eval_vision(VisionRequest(sample, seeds, model, loss, variants, video, fps), out, as_json)
-    except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
+        request = VisionRequest(sample, seeds, model, loss, variants, video, fps)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)  # before the work, not after
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"sparge eval-vision: {error}")
+    try:  # what goes wrong inside FILE.py keeps its traceback
+        outcome = run_eval_vision(request, out, as_json)
+    except SampleError as error:
         sys.exit(f"sparge eval-vision: {error}")
     raise typer.Exit(outcome)

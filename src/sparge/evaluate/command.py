@@ -127,9 +127,7 @@ def run_eval(request: Request, out: Path | None, as_json: bool) -> int:
         def on_step(what: str, tokens: int) -> None:
             progress.update(task, description=what, advance=tokens)
 
-        results = evaluate(
-            loaded.model, cases, request.variants, name=loaded.name, journal=journal, on_step=on_step
-        )  # fmt: skip
+        results = evaluate(loaded.model, cases, request.variants, name=loaded.name, journal=journal, on_step=on_step)
     results.about = _about(request, loaded)
     results.notes += list(dict.fromkeys(str(one.message) for one in said))
     results.notes += [_why_dense(variant) for variant in results.all_dense()]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import __version__
 from sparge.config import SparseConfig
 from sparge.evaluate.results import DENSE, CaseResult, LanguageResults, Reading
 from sparge.evaluate.tasks import GREEDY, PPL, Case
@@ -44,13 +45,21 @@ class Variant:
     def described(self) -> dict[str, Any]:
         """As plain values."""
         config = self.config if self.config is not None or self.profile is not None else SparseConfig()
-        profile = None if self.profile is None else {"model": self.profile.model, "layers": len(self.profile.layers)}
-        return {"config": None if config is None else _plain(config), "profile": profile}
+        return {
+            "config": None if config is None else _plain(config),
+            "profile": None if self.profile is None else _named(self.profile),
+        }
 
 
 def _plain(config: SparseConfig) -> dict[str, Any]:
     """JSON has no infinity, which a gap may be."""
     return {name: "inf" if value == math.inf else value for name, value in asdict(config).items()}
+
+
+def _named(profile: Profile) -> dict[str, Any]:
+    """Enough to tell one profile from another."""
+    settings = [profile.base.encoded, {name: dict(layer.settings) for name, layer in profile.layers.items()}]
+    return {"model": profile.model, "layers": len(profile.layers), "digest": digest(settings)}
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ def evaluate(
     plans = {variant.name: str(patch(model, variant.config, variant.profile, dry_run=True)) for variant in variants}
     job = {
         "model": name, "sizes": str(model.config.to_dict()), "where": f"{model.device} {model.dtype}",
+        "versions": f"sparge {__version__}, torch {torch.__version__}",
         "weights": digest(weight.flatten()[:16] for weight in model.parameters()),
         "cases": digest([case.name, torch.tensor(case.ids), case.new_tokens] for case in cases),
         "variants": {variant.name: variant.described for variant in variants},
@@ -229,6 +239,9 @@ def _judge_losses(model: Any, case: Case, passes: dict[str, Pass]) -> dict[str, 
             losses[way].append(-other.gather(1, wanted[rows, None])[:, 0])
             divergences[way].append((dense.exp() * (dense - other)).sum(-1))
             same[way].append(dense.argmax(-1) == other.argmax(-1))
+    for way in passes:
+        if not bool(torch.cat(losses[way]).isfinite().all()):
+            raise ValueError(f"{case.name}, {way}: the model's predictions are not finite.")
     return {
         way: {
             "losses": [float(part.double().mean()) for part in torch.cat(losses[way]).split(STRETCH)],

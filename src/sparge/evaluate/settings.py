@@ -51,7 +51,12 @@ def _value(text: str, name: str, value: str) -> Any:
 def variants_of(configs: Sequence[str], profiles: Sequence[Path]) -> list[Variant]:
     """One for each config and each profile; the default config if there is none of either."""
     made = [Variant(text, parse_config(text)) for text in configs or (() if profiles else (DEFAULT,))]
-    return made + [Variant(path.stem, profile=Profile.load(path)) for path in profiles]
+    made += [Variant(path.stem, profile=Profile.load(path)) for path in profiles]
+    names = [variant.name for variant in made]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ValueError(f"settings {double} are there twice.")
+    return made
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -21,7 +21,11 @@ Sparse = Callable[[], AbstractContextManager[Any]]  # as in lambda: sparge.patch
 SMALLEST_SIDE = 7  # of SSIM's window
 
 
-@dataclass(frozen=True)
+class SampleError(ValueError):
+    """Samples that cannot be compared; the message is one sentence."""
+
+
+@dataclass(frozen=True, eq=False)
 class Pair:
     """One seed, both ways. The frames are there to be looked at."""
 
@@ -76,7 +80,7 @@ def compare_samples(
     for seed in seeds:
         dense, dense_seconds, (_, touched) = _sampled(sample, seed, nullcontext)
         if touched:
-            raise ValueError("the samples are sparse outside of the block too: unpatch the model first.")
+            raise SampleError("the samples are sparse outside of the block too: unpatch the model first.")
         for way, block in ways.items():
             other, seconds, counts = _sampled(sample, seed, block)
             likeness = squared_error(dense, other), ssim(dense, other)
@@ -108,21 +112,21 @@ def as_frames(sampled: Any) -> Frames:
     frames = np.asarray(sampled)
     frames = frames[None] if frames.ndim == 3 else frames
     if frames.ndim != 4 or frames.shape[-1] not in (1, 3) or min(frames.shape[1:3]) < SMALLEST_SIDE:
-        raise ValueError(
+        raise SampleError(
             "a sample must be [height, width, channels] or [frames, height, width, channels] with 1 or 3 channels and "
             f"sides of {SMALLEST_SIDE} or more, not {list(np.shape(sampled))}."
         )
     if frames.dtype == np.uint8:
         return (frames / 255).astype(np.float32)
     if frames.dtype.kind != "f" or not np.isfinite(frames).all() or frames.min() < 0 or frames.max() > 1:
-        raise ValueError(f"a sample must hold bytes, or floats from 0 to 1, not {frames.dtype} outside of that.")
+        raise SampleError(f"a sample must hold bytes, or floats from 0 to 1, not {frames.dtype} outside of that.")
     return frames.astype(np.float32)
 
 
 def squared_error(first: Frames, second: Frames) -> float:
     """Mean over all pixels, channels and frames."""
     if first.shape != second.shape:
-        raise ValueError(f"samples of one seed must have one shape, not {list(first.shape)} and {list(second.shape)}.")
+        raise SampleError(f"samples of one seed must have one shape, not {list(first.shape)} and {list(second.shape)}.")
     return float(np.square(first.astype(np.float64) - second).mean())
 
 

@@ -22,7 +22,7 @@ from sparge.bench.machine import hardware, versions
 from sparge.evaluate.frames import check_video, contact_sheet, side_by_side
 from sparge.evaluate.language import Variant
 from sparge.evaluate.statistics import mean_interval
-from sparge.evaluate.vision import LossGap, Pair, compare_losses, compare_samples, psnr
+from sparge.evaluate.vision import LossGap, Pair, SampleError, compare_losses, compare_samples, psnr
 from sparge.integrations.patch import patch
 from sparge.integrations.torch_sdpa import patched
 from sparge.progress import INTERRUPTED, progress_on
@@ -89,10 +89,8 @@ class VisionResult:
 
 
 def run_eval_vision(request: VisionRequest, out: Path | None, as_json: bool) -> int:
-    """Samples, prints, writes; returns the exit code."""
+    """Samples, prints, writes into `out`, which must be there; returns the exit code."""
     console = Console(stderr=as_json)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # before the work, not after
     names = _run_file(request)
     with progress_on(console) as progress:
         task = progress.add_task("sampling", total=request.seeds * len(request.variants))
@@ -116,13 +114,19 @@ def _run_file(request: VisionRequest) -> dict[str, Any]:
     """The names that the caller's file defines, checked for those that are needed."""
     place, _, function = request.sample.rpartition(":")
     if not place or not Path(place).is_file():
-        raise ValueError(f"expected FILE.py:FUNCTION with a file that is there, not {request.sample}.")
+        raise SampleError(f"expected FILE.py:FUNCTION with a file that is there, not {request.sample}.")
     names = runpy.run_path(place)
     for name in (function, request.loss):
         if name is not None and not callable(names.get(name)):
-            raise ValueError(f"{place} defines no function {name}.")
-    if request.model is not None and request.model not in names:
-        raise ValueError(f"{place} defines no model {request.model}.")
+            raise SampleError(f"{place} defines no function {name}.")
+    if request.model is not None:
+        if request.model not in names:
+            raise SampleError(f"{place} defines no model {request.model}.")
+        try:
+            for variant in request.variants:
+                patch(names[request.model], variant.config, variant.profile, dry_run=True)
+        except (TypeError, ValueError) as error:
+            raise SampleError(str(error)) from error
     return names
 
 
