@@ -183,7 +183,10 @@ def test_the_command_prints_a_table_and_writes_files(file: str, tmp_path: Path) 
     out = tmp_path / "new" / "folder"
     result = run(f"{file}:sample", "--seeds", "2", "--loss", "loss", "--config", SETTINGS, "--out", str(out))
     assert result.exit_code == 0, result.output
+    assert "PSNR" in result.output
+    assert "…" not in result.output
     row = json.loads((out / "vision.json").read_text())["rows"][0]
+    assert f"{row['ssim']:.4f}" in result.output
     assert row["settings"] == SETTINGS
     assert 0 < row["skipped"] < 1
     assert 10 < row["worst_psnr"] <= row["psnr"] < 80

@@ -161,9 +161,10 @@ def _show(results: list[VisionResult], about: dict[str, Any], console: Console, 
     if as_json:
         print(_json(results, about))
         return
-    table = Table(*COLUMNS)
-    for result in results:
-        table.add_row(*_cells(result))
+    table = Table("", *(result.variant.name for result in results))  # a column for each: it must fit 80 characters
+    for cells in list(zip(COLUMNS, *map(_cells, results), strict=True))[1:]:
+        if set(cells[1:]) != {NONE}:
+            table.add_row(*cells)
     console.print(table)
     for result in results:
         if not any(pair.visible for pair in result.pairs):
