@@ -11,6 +11,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NEEDED_BY = {
+    "transformers": "from transformers import", "diffusers": "from diffusers import", "skimage": "evaluate.vision import",
+}  # fmt: skip
 LINK = re.compile(r"(?:\]\(|src=\")([^)#\"]+)")
 
 
@@ -20,9 +23,9 @@ def test_code_blocks_run(document: Path, seed: int) -> None:
     torch.manual_seed(seed)
     namespace: dict[str, object] = {}
     for number, block in enumerate(CODE.findall(document.read_text())):
-        for host in ("transformers", "diffusers"):
-            if f"from {host} import" in block:
-                pytest.importorskip(host)
+        for package, needed_by in NEEDED_BY.items():
+            if needed_by in block:
+                pytest.importorskip(package)
         exec(compile(block, f"{document.name}, block {number}", "exec"), namespace)
 
 

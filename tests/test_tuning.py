@@ -252,7 +252,7 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     tune(two_layers, [0], journal=path)
     for change in ({"inputs": [1]}, {"config": SparseConfig(sinks=3)}, {"seed": 1}, {"name": "other"}, {"share": 1.0}):
         before = path.read_bytes()
-        with refused(JournalError, "journal of this search"):
+        with refused(JournalError, "journal of this run"):
             tune(two_layers, **{"inputs": [0], "journal": path, **change})
         assert path.read_bytes() == before
 

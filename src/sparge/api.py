@@ -17,6 +17,7 @@ from sparge.calls import heads_first, kind_of_call, known_call, remember
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
 from sparge.library import is_traced, traced_attention
+from sparge.observe import is_observed, note
 from sparge.packing import Packing
 from sparge.stages import Output, Stats
 
@@ -67,7 +68,7 @@ def attention(
     )
     known = known_call(kind)
     if known is not None:
-        if known.dense is not None and return_stats is False:
+        if known.dense is not None and return_stats is False and not is_observed():
             return restore(known.dense.attention(*heads_first(query, key, value, layout)), layout)
         inputs = known.inputs(query, key, value)
         return _result(_run(inputs, known.choice.config, choice=known.choice), return_lse, return_stats)
@@ -259,9 +260,10 @@ def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None, ch
         blocks = backend.summarize(inputs, config)
         mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
         output = backend.attend(blocks, mask, config)
-        if config.max_error is None:
-            return Run(inputs, choice, mask, output)
-        return Run(inputs, choice, mask, *enforce(output, blocks, backend, config))
+        judged = (output,) if config.max_error is None else enforce(output, blocks, backend, config)
+        run = Run(inputs, choice, mask, *judged)
+    note(run.stats)
+    return run
 
 
 def _exact_arithmetic(inputs: Inputs) -> AbstractContextManager[Any]:

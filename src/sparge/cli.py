@@ -19,12 +19,15 @@ from rich.table import Table
 from sparge import __version__
 from sparge.backends import BACKENDS
 from sparge.config import SparseConfig
+from sparge.evaluate.cli import eval_language, eval_vision
 
 app = typer.Typer(
     help="Training-free sparse attention: see what this machine can run, try it on a real model, measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("eval")(eval_language)
+app.command("eval-vision")(eval_vision)
 
 
 @app.command()
@@ -182,7 +185,8 @@ def tune(
         typer.Option(metavar="FILE", help="Text to cut inputs from; repeatable. Default: Python's documentation."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A causal model of transformers. Default: SmolLM2-135M.")
+        Path | None,
+        typer.Option(metavar="PATH", help="A folder of transformers, or a Llama's GGUF file. Default: SmolLM2-135M."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -202,8 +206,9 @@ def tune(
 
       sparge profile smollm2.safetensors
     """
-    if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")[: 1 if model else 2]):
-        sys.exit("sparge tune needs transformers, and gguf for SmolLM2: pip install 'sparge[demo]'.")
+    needed = ("transformers",) if model is not None and model.suffix != ".gguf" else ("transformers", "gguf")
+    if any(importlib.util.find_spec(name) is None for name in needed):
+        sys.exit("sparge tune needs transformers, and gguf for GGUF files and SmolLM2: pip install 'sparge[demo]'.")
     from sparge.tuning.command import Request, run_tune
 
     try:

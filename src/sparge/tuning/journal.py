@@ -39,11 +39,11 @@ class Journal:
 
     def _read(self, path: Path, first: str) -> None:
         if path.stat().st_size > MAX_BYTES:
-            raise JournalError(f"{path} is larger than any journal of a search; delete it or name another.")
+            raise JournalError(f"{path} is larger than any journal; delete it or name another.")
         lines = path.read_text(errors="replace").splitlines()
         if lines and lines[0] != first:
             raise JournalError(
-                f"{path} is no journal of this search (other model, inputs, settings or version); "
+                f"{path} is no journal of this run (other model, inputs, settings or version); "
                 "delete it or name another."
             )
         for number, line in enumerate(lines[1:], 2):
