@@ -12,8 +12,10 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NEEDED_BY = {
-    "transformers": "from transformers import", "diffusers": "from diffusers import", "skimage": "evaluate.vision import",
-}  # fmt: skip
+    "transformers": "from transformers import",
+    "diffusers": "from diffusers import",
+    "skimage": "evaluate.vision import",
+}
 LINK = re.compile(r"(?:\]\(|src=\")([^)#\"]+)")
 
 
