@@ -300,16 +300,18 @@ def test_tuned_profiles_name_every_layer(sampler: sample.Sampler) -> None:
 def test_the_evaluation_runs_end_to_end(sampler: sample.Sampler, tmp_path: Path) -> None:
     options = Namespace(l1=[0.1], seeds=1, target=30.0)
     found, chosen = evaluation.evaluate(sampler, options, QUIET)
-    assert [outcome.way.order for outcome in found] == ["hilbert"] * 4 + ["row"] * 4
+    assert [outcome.way.order for outcome in found] == ["hilbert"] * 5 + ["row"] * 5
     assert chosen.way.profile is not None
     assert chosen.way.order == "hilbert"
     text = evaluation.table(found)
-    assert text.count("\n") == 9
+    assert text.count("\n") == 11
     assert "| l1 0.1 | " in evaluation.order_table(found)
     evaluation.write(sampler, found, chosen, text, tmp_path)
     facts = json.loads((tmp_path / "tiny-video-results.json").read_text())
     assert facts["chosen"] == chosen.way.name
-    assert len(facts["rows"]) == 8
+    assert list(facts["chosen_by_layer_and_head"]) == ["blocks.0.attention", "blocks.1.attention"]
+    assert len(facts["rows"]) == 10
+    assert [row["skipped"] for row in facts["rows"] if row["settings"] == "nothing skipped"] == [0, 0]
     assert sparge.Profile.load(tmp_path / "tiny-video-profile.safetensors").layers
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".safetensors", ".png", ".gif"}
     assert "dB at 45% skipped" in evaluation.verdict(chosen, 30.0, 0.45)

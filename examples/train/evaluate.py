@@ -32,9 +32,10 @@ from sparge.evaluate.vision_command import VisionResult
 from sparge.progress import progress_on
 
 ORDERS = ("hilbert", "row")
-BOUNDS = (0.02, 0.04, 0.07, 0.1, 0.15)
+BOUNDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 DENSE_SHARE = 0.2  # of the first sampling steps, in the ways that keep some dense
 FRAMES_PER_SECOND = 10
+NOTHING_SKIPPED = sparge.SparseConfig(rule="topk", topk=1.0, quantization="none")
 DECIBELS, SPARSITY = 30.0, 0.45  # what is aimed at
 COLUMNS = (
     "order", "settings", "dense steps", "skipped", "PSNR", "worst", "SSIM", "loss dense", "loss change", "speed-up"
@@ -76,10 +77,13 @@ class Outcome:
 def ways_of(
     sampler: Sampler, bounds: Sequence[float], base: sparge.SparseConfig, on_step: Callable[[str, str], None]
 ) -> list[Way]:
-    """Untuned settings, and those tuned for each bound, with and without dense first steps."""
+    """Nothing skipped, which shows what rounding alone does; then untuned settings and those tuned for each bound, with
+    and without dense first steps.
+    """
     order = sampler.model.order
     few = max(1, round(DENSE_SHARE * sampler.sampling["steps"]))
-    ways = [Way(order, "untuned", dense_steps, lambda _: base) for dense_steps in (0, few)]
+    ways = [Way(order, "nothing skipped", 0, lambda _: NOTHING_SKIPPED)]
+    ways += [Way(order, "untuned", dense_steps, lambda _: base) for dense_steps in (0, few)]
     for bound, profile in tuned(sampler, bounds, base, on_step=on_step).items():
         ways += [
             Way(order, f"l1 {bound:g}", dense_steps, profile.config_for, profile) for dense_steps in (0, few)
@@ -170,6 +174,7 @@ def evaluate(sampler: Sampler, options: argparse.Namespace, console: Console) ->
             ways = ways_of(sampler, options.l1, base, lambda *_, task=tuning: bar.advance(task))
             sampling = bar.add_task(f"sampling, {order} order", total=options.seeds * len(ways))
             found += outcomes(sampler, ways, options.seeds, lambda task=sampling: bar.advance(task))
+            console.print(f"{order} order: tuned, {len(ways)} settings sampled", highlight=False)
         chosen = best(found, options.target)
         sampler.model.order = chosen.way.order
         if sampler.device.type == "cuda":
@@ -183,15 +188,16 @@ def write(sampler: Sampler, found: Sequence[Outcome], chosen: Outcome, text: str
         {"order": one.way.order, "dense_steps": one.way.dense_steps, **one.facts, "settings": one.way.settings}
         for one in found
     ]
+    profile, name = chosen.way.profile, sampler.name
+    assert profile is not None
+    layers = {layer: {"executed": one.executed, "error": one.error} for layer, one in profile.layers.items()}
     about = {
         "weights": sampler.facts, "machine": hardware(sampler.device), "versions": versions(),
-        "chosen": chosen.way.name, "rows": rows,
+        "chosen": chosen.way.name, "chosen_by_layer_and_head": layers, "rows": rows,
     }  # fmt: skip
-    name = sampler.name
     (out / f"{name}-results.json").write_text(json.dumps(about, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     (out / f"{name}-results.md").write_text(text + "\n", encoding="utf-8")
-    assert chosen.way.profile is not None
-    chosen.way.profile.save(out / f"{name}-profile.safetensors")
+    profile.save(out / f"{name}-profile.safetensors")
     contact_sheet(chosen.pairs, out / f"{name}-contact-sheet.png")
     if sampler.model.config.frames > 1:
         side_by_side(chosen.pairs[0], out / f"{name}-side-by-side.gif", FRAMES_PER_SECOND)

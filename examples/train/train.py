@@ -162,7 +162,8 @@ class Run:
         self.history = History(**state["history"])
 
     def _job(self) -> dict[str, Any]:
-        return {"recipe": self.name, "settings": repr(self.recipe), "seed": self.seed, "frames": len(self.clips.frames)}
+        data = f"{self.clips.source}, {len(self.clips.frames)} frames"
+        return {"recipe": self.name, "settings": repr(self.recipe), "seed": self.seed, "data": data}
 
 
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
