@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,12 @@ def test_other_files_are_refused(tmp_path: Path, data: Path) -> None:
         load_weights(tmp_path / "none.safetensors")
     with refused(DataError, "no folder train/CLASS"):
         prepare.image_clips(tmp_path)
+
+
+def test_commands_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sample", str(tmp_path / "none.safetensors")])
+    with pytest.raises(SystemExit, match="there are no weights"):
+        runpy.run_path(sample.__file__, run_name="__main__")
 
 
 def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:
@@ -298,23 +305,22 @@ def test_tuned_profiles_name_every_layer(sampler: sample.Sampler) -> None:
 
 
 def test_the_evaluation_runs_end_to_end(sampler: sample.Sampler, tmp_path: Path) -> None:
-    options = Namespace(l1=[0.1], seeds=1, target=30.0)
-    found, chosen = evaluation.evaluate(sampler, options, QUIET)
-    assert [outcome.way.order for outcome in found] == ["hilbert"] * 5 + ["row"] * 5
-    assert chosen.way.profile is not None
-    assert chosen.way.order == "hilbert"
-    text = evaluation.table(found)
-    assert text.count("\n") == 11
-    assert "| l1 0.1 | " in evaluation.order_table(found)
-    evaluation.write(sampler, found, chosen, text, tmp_path)
+    result = evaluation.evaluate(sampler, [0.1], 1, 30.0, QUIET)
+    assert [outcome.way.order for outcome in result.found] == ["hilbert"] * 5 + ["row"] * 5
+    chosen = result.judged[0]
+    assert chosen.way is evaluation.best(result.found, 30.0).way
+    assert [pair.seed for pair in chosen.pairs] == [1]  # not the seed that it was chosen with
+    text = result.text(30.0, 0.45)
+    assert "dB at 45% skipped" in text
+    assert "| l1 0.1 | " in text
+    evaluation.write(sampler, result, text, tmp_path)
     facts = json.loads((tmp_path / "tiny-video-results.json").read_text())
     assert facts["chosen"] == chosen.way.name
     assert list(facts["chosen_by_layer_and_head"]) == ["blocks.0.attention", "blocks.1.attention"]
-    assert len(facts["rows"]) == 10
-    assert [row["skipped"] for row in facts["rows"] if row["settings"] == "nothing skipped"] == [0, 0]
+    assert (len(facts["found"]), len(facts["judged"])) == (10, 1)
+    assert [row["skipped"] for row in facts["found"] if row["settings"] == "nothing skipped"] == [0, 0]
     assert sparge.Profile.load(tmp_path / "tiny-video-profile.safetensors").layers
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".safetensors", ".png", ".gif"}
-    assert "dB at 45% skipped" in evaluation.verdict(chosen, 30.0, 0.45)
 
 
 def test_the_best_is_the_sparsest_that_is_good_enough() -> None:

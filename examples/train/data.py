@@ -20,11 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from examples.train.errors import ExampleError
+
 FORMAT = "sparge-example-clips"
 JPEG_QUALITY = 90
 
 
-class DataError(ValueError):
+class DataError(ExampleError):
     """A file that holds no clips, or not those that are needed; the message is one sentence."""
 
 

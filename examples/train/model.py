@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import sparge
+from examples.train.errors import ExampleError
 
 FORMAT = "sparge-example-dit"
 HEAD_DIM = 64
@@ -27,7 +28,7 @@ PLACE_FREQUENCIES = 6  # octaves, for each of the three axes
 ROPE_BASE = 100.0  # turns slowly enough for the longest side, 64 patches
 
 
-class WeightsError(ValueError):
+class WeightsError(ExampleError):
     """Weights that are not there, or not of this model; the message is one sentence."""
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from examples.train.data import Clip, DataError, write_clips
+from examples.train.errors import said_plainly
 
 VIDEO_SIDE = 128
 IMAGE_SIDE = 144  # a little more than the model's 128: crops are drawn from it
@@ -217,4 +218,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with said_plainly():
+        main()

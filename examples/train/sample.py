@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from examples.train.data import Clips, DataError, read_clips
+from examples.train.errors import said_plainly
 from examples.train.flow import draw_times, flow_loss, generate
 from examples.train.model import VideoTransformer, load_weights
 
@@ -139,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with said_plainly():
+        main()

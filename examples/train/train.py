@@ -3,7 +3,7 @@
     python -m examples.train.train video --data examples/train/data/video.safetensors --out runs/video --minutes 8
 
 The folder gets a checkpoint, the averaged weights with a model card, and the loss curve. The clips, noise and times of
-a step depend on the seed and the step's number alone, so a run that was stopped and gone on with is the same run.
+a step depend on the seed and the step's number alone, so with --steps a run that was stopped loses nothing by it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples.train.card import draw_losses, model_card
 from examples.train.data import Batch, Clips, read_clips
+from examples.train.errors import ExampleError, said_plainly
 from examples.train.flow import draw_times, flow_loss
 from examples.train.model import VideoTransformer, save_weights
 from examples.train.recipes import RECIPES, Recipe, Stage, estimate
@@ -39,7 +40,7 @@ ATTENTIONS = [
 ]
 
 
-class RunError(ValueError):
+class RunError(ExampleError):
     """A run that cannot be started or gone on with; the message is one sentence."""
 
 
@@ -291,4 +292,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with said_plainly():
+        main()
