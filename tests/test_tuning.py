@@ -21,6 +21,7 @@ from sparge.tuning.journal import Journal, JournalError, digest
 from sparge.tuning.ladder import COARSE, EVERYTHING, settings_at
 from sparge.tuning.measure import exact_output, measure, sample_blocks
 from sparge.tuning.subjects import differentiable_attention, sensitivity
+from sparge.visibility import Visibility
 
 LENGTH, HEADS = 640, 3
 
@@ -335,6 +336,13 @@ def test_attention_with_a_gradient_is_the_same_attention(arguments: dict[str, An
     want = attention(q, k, v, enable_gqa=True, config=EXACT, **arguments)
     got = differentiable_attention(q, k, v, enable_gqa=True, **arguments)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}], ids=str)
+def test_what_torch_can_say_needs_no_mask(arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = layer_inputs(0, 0)
+    monkeypatch.setattr(Visibility, "pairs", lambda *_: pytest.fail("a matrix of all pairs was made"))
+    differentiable_attention(q, k, v, **arguments)
 
 
 def test_sensitivity_is_the_mean_squared_gradient() -> None:

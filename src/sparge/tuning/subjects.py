@@ -206,7 +206,8 @@ def differentiable_attention(query: Tensor, key: Tensor, value: Tensor, **argume
     sight = inputs.visibility
     causal = Visibility(sight.q_len, sight.k_len, sight.device, right=0)
     simple = sight == causal and sight.offset == 0  # torch's fast attention takes no mask
-    seen = None if simple else sight.pairs(range(sight.q_len), range(sight.k_len))
+    unmasked = simple or sight == Visibility(sight.q_len, sight.k_len, sight.device)
+    seen = None if unmasked else sight.pairs(range(sight.q_len), range(sight.k_len))
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, is_causal=simple, scale=inputs.scale, enable_gqa=inputs.group_size > 1
     )

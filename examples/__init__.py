@@ -1,0 +1,1 @@
+"""Runnable examples; from the checkout, as in python -m examples.train.train."""
