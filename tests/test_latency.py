@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from sparge.backends.gather import GatherBackend
 from sparge.bench.results import FAILED, MEASURED, NOT_RUN, WRONG
 from sparge.integrations import patch as patching
 from sparge.integrations.diffusers import hooks
-from sparge.latency import build, measure, report
+from sparge.latency import build, dense, measure, report
 from sparge.latency.build import Place, make_inputs
 from sparge.latency.catalogue import MODELS, Paper
 from sparge.latency.dense import DenseAttention
@@ -110,7 +111,7 @@ def test_a_layer_that_stays_dense_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert row.reason == "1 of 2 attention calls of a sparse step came to sparge."
 
 
-def test_a_model_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_is_a_row() -> None:
     row = measured("llama-24k", config={**SMALL["llama-24k"].config, "num_key_value_heads": 3})
     assert row.outcome == FAILED
     assert row.reason
@@ -126,12 +127,55 @@ def test_a_missing_library_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_masks_that_hide_nothing_are_not_handed_to_dense_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("sparge.latency.dense.torch_attention", lambda *x, **more: seen.append(more["attn_mask"]))
-    query, dense = torch.zeros(1, 1, 4, 16), DenseAttention()
+    monkeypatch.setattr(dense, "torch_attention", lambda *x, **more: seen.append(more["attn_mask"]))
+    query, attend = torch.zeros(1, 1, 4, 16), DenseAttention()
     idle, working = torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([True, True, True, False])[None, None, None]
     for mask in (idle, working, None, idle):
-        dense(query, query, query, attn_mask=mask, enable_gqa=False)
+        attend(query, query, query, attn_mask=mask, enable_gqa=False)
     assert [x is None for x in seen] == [True, False, True, True]
+
+
+def test_the_first_kernel_that_takes_a_call_is_the_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = torch.randn(1, 4, 32, 16), torch.randn(1, 2, 32, 16)
+    arguments = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": None, "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, **arguments)
+    tried = []
+    own = dense.torch_attention
+
+    def refusing_groups(*tensors, **more):
+        tried.append(more["enable_gqa"])
+        if more["enable_gqa"]:
+            raise RuntimeError("No available kernel.")
+        return own(*tensors, **more)
+
+    monkeypatch.setattr(dense, "sdpa_kernel", lambda kernel: nullcontext())  # which CPUs do not have
+    monkeypatch.setattr(dense, "torch_attention", refusing_groups)
+    way = dense._first_way(query, key, key, arguments)
+    assert way.name == "cuDNN, K and V repeated"
+    assert tried == [True, False]
+    torch.testing.assert_close(way.attend(query, key, key, arguments), expected)
+
+
+def test_a_call_that_does_not_fit_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*tensors, **more):
+        raise torch.OutOfMemoryError("memory is full")
+
+    monkeypatch.setattr(dense, "torch_attention", full)
+    query = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(torch.OutOfMemoryError):
+        dense._first_way(query, query, query, {"attn_mask": None, "enable_gqa": False})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["llama-24k", "mochi", "hunyuan"])
+def test_on_a_gpu(name: str) -> None:
+    device = torch.device("cuda", 0)
+    row = measured(name, Settings(device, torch.bfloat16, 3, own_format(device)))
+    assert row.outcome == MEASURED, row.reason
+    assert row.backends in (("hopper",), ("triton",))
+    assert row.dense_kernels != ("torch SDPA",)
+    assert row.peak_gib > 0
 
 
 def test_amdahl() -> None:
