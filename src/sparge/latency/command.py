@@ -6,17 +6,16 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from importlib import metadata
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from sparge.bench.command import BadOptionError, check_writable, device_named
-from sparge.bench.machine import hardware, versions
+from sparge.bench.machine import hardware, version_of, versions
 from sparge.bench.results import NOT_RUN
 from sparge.config import QUANTIZATIONS
 from sparge.latency import report
@@ -97,7 +96,7 @@ def _run(plan: Plan, on_stage: Callable[[Model, str], None], after: Callable[[Re
             if plan.minutes is not None and time.monotonic() - begun > 60 * plan.minutes:
                 row = Row.of(model, NOT_RUN, f"the {plan.minutes:g} minutes of --minutes were over before it.")
             else:
-                row = measure(model, plan.settings, lambda stage, model=model: on_stage(model, stage))  # type: ignore[misc]
+                row = measure(model, plan.settings, partial(on_stage, model))
             results = replace(results, rows=(*results.rows, row))
             after(results)
     except KeyboardInterrupt:
@@ -106,12 +105,17 @@ def _run(plan: Plan, on_stage: Callable[[Model, str], None], after: Callable[[Re
 
 
 def _nothing_yet(settings: Settings) -> Results:
-    libraries = {name: metadata.version(name) if find_spec(name) else None for name in ("transformers", "diffusers")}
+    libraries = {name: version_of(name) for name in ("transformers", "diffusers")}
     return Results(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["sparge", *sys.argv[1:]]),
         machine=hardware(settings.device),
         versions={**versions(), **libraries},
-        settings={**asdict(settings), "device": str(settings.device), "dtype": str(settings.dtype)[6:]},
+        settings={
+            "device": str(settings.device),
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "steps": settings.steps,
+            "quantization": settings.quantization,
+        },
         rows=(),
     )

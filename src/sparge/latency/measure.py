@@ -33,6 +33,8 @@ EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
 # Relative L1 of a model's output that rounding alone stays below: layers add up, and 16 bits are few.
 MAX_STEP_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 ATTENTION_TURNS = 5
+ATTENTION_RUN = 100.0  # milliseconds of calls in a row: long enough for the clocks that a chip keeps under load
+MOST_IN_A_ROW = 16
 CYCLES_AHEAD = 100_000_000  # about 50 ms, in which the host launches what is timed after them
 
 
@@ -82,13 +84,9 @@ class Subject:
     inputs: dict[str, Any]
     dense: DenseAttention
 
-    def step(self, config: SparseConfig | None) -> Tensor:
-        """One forward: dense without a config."""
-        with redirected(self.dense):  # layers that sparge leaves alone are the same both ways
-            if config is None:
-                return self.forward()
-            with patch(self.network, config):
-                return self.forward()
+    def sparse_step(self, config: SparseConfig) -> Tensor:
+        with redirected(self.dense), patch(self.network, config):  # layers left alone are the same both ways
+            return self.forward()
 
     def forward(self) -> Tensor:
         output: Tensor = self.network(**self.inputs, return_dict=False)[0]
@@ -116,7 +114,7 @@ def _measure(model: Model, settings: Settings, on_stage: Callable[[str], None]) 
     on_stage("timing")
     config = SparseConfig(rule="topk", topk=1 - model.sparsity, quantization=settings.quantization)
     with observed() as seen:
-        subject.step(config)
+        subject.sparse_step(config)
     _check_taken(subject, calls, config, seen)
     dense_steps, sparse_steps = _step_times(subject, config, settings)
     dense_attention, sparse_attention = _attention_times(subject, calls, config, settings.device)
@@ -163,7 +161,7 @@ def _check_nothing_skipped(
 ) -> tuple[float, float]:
     """Relative L1 against dense of the calls alone and of the whole model; WrongError if either is too far off."""
     call_error = max(relative_l1(subject.sparse_call(call, EXACT), subject.dense_call(call)) for call in calls)
-    step_error = relative_l1(subject.step(EXACT), reference)
+    step_error = relative_l1(subject.sparse_step(EXACT), reference)
     limits = (2 * bound(EXACT.quantization, dtype), MAX_STEP_ERROR[dtype])  # both are rounded
     for what, error, limit in zip(("an attention call", "the model"), (call_error, step_error), limits, strict=True):
         if not error <= limit:  # NaN is too far
@@ -207,15 +205,22 @@ def _attention_times(
     subject: Subject, calls: Sequence[Call], config: SparseConfig, device: torch.device
 ) -> tuple[float, float]:
     """Medians of each kind of call, times how often a step makes it. On a GPU they do not wait for the host."""
-    dense_total = sparse_total = 0.0
+    totals = [0.0, 0.0]
     for call in calls:
-        dense, sparse = [], []
-        for _ in range(ATTENTION_TURNS):
-            dense.append(milliseconds(partial(subject.dense_call, call), device, ahead=True))
-            sparse.append(milliseconds(partial(subject.sparse_call, call, config), device, ahead=True))
-        dense_total += call.count * median(dense)
-        sparse_total += call.count * median(sparse)
-    return dense_total, sparse_total
+        ways = (partial(subject.dense_call, call), partial(subject.sparse_call, call, config))
+        in_a_row = max(1, min(MOST_IN_A_ROW, int(ATTENTION_RUN / milliseconds(ways[0], device, ahead=True))))
+        turns = [
+            [milliseconds(partial(_repeat, way, in_a_row), device, ahead=True) / in_a_row for way in ways]
+            for _ in range(ATTENTION_TURNS)
+        ]
+        for n, taken in enumerate(zip(*turns, strict=True)):
+            totals[n] += call.count * median(taken)
+    return totals[0], totals[1]
+
+
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, ahead: bool = False) -> float:
