@@ -20,12 +20,14 @@ from sparge import __version__
 from sparge.backends import BACKENDS
 from sparge.config import SparseConfig
 from sparge.evaluate.cli import eval_language, eval_vision
+from sparge.latency.cli import bench_models
 
 app = typer.Typer(
     help="Training-free sparse attention: see what this machine can run, try it on a real model, measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("bench-models")(bench_models)
 app.command("eval")(eval_language)
 app.command("eval-vision")(eval_vision)
 

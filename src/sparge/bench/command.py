@@ -45,7 +45,7 @@ def make_plan(
     captured: Path | None,
     without: tuple[str, ...],
 ) -> Plan:
-    place = _device(device)
+    place = device_named(device)
     on_gpu = place.type == "cuda"
     grid = grid or ("bars" if on_gpu else "cpu")
     if grid not in GRIDS:
@@ -67,7 +67,7 @@ def make_plan(
 def run_plan(plan: Plan, out: Path | None, as_json: bool) -> int:
     """Measures, prints, writes; returns the exit code."""
     if out is not None:
-        _check_writable(out)  # before the work, not after
+        check_writable(out)  # before the work, not after
     console = Console(stderr=as_json)
     with progress_on(console) as progress:
         task = progress.add_task("starting", total=len(plan.cases))
@@ -106,7 +106,7 @@ def _close(results: Results, out: Path | None, console: Console, as_json: bool) 
     console.print(f"Written: {', '.join(map(str, paths))}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -142,7 +142,7 @@ def _block(text: str | None) -> tuple[int, int]:
         raise BadOptionError(f"--block {text}: {hint}") from error
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -43,7 +43,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """None: not installed, or not known."""
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    packages = {name: _version(name) for name in ("triton", "llvmlite", "sageattention")}
+    packages = {name: version_of(name) for name in ("triton", "llvmlite", "sageattention")}
     return {
         "sparge": __version__,
         "python": platform.python_version(),
@@ -55,7 +55,8 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
