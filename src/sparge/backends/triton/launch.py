@@ -189,6 +189,7 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
             key_mean=_shaped(scratch["key_mean"], size.batch, size.kv_heads, size.dim),
             value=v8,
             value_scale=_shaped(scratch["value_scale"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            values_transposed=fp8,
             lse_term=_shaped(scratch["lse_term"], *queries, size.q_tokens) if inputs.needs_lse else None,
         )
     return Blocks(
