@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +18,7 @@ from sparge.distributed.sharding import SHARDINGS, joined, shares_of, split_even
 from sparge.distributed.wire import Team, Traffic
 
 MOST_SEGMENTS = 8
+DEFAULT_TIMEOUT = 300.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def context_parallel(
     *,
     sharding: str = "contiguous",
     segments: tuple[int, ...] | None = None,
+    timeout: float | None = None,
     ring: str = "ring",
     ulysses: str = "ulysses",
 ) -> Iterator[Traffic]:
@@ -82,12 +87,14 @@ def context_parallel(
               from either end, which balances causal attention. `shard_sequence` cuts either way
     segments  how many of this rank's tokens belong to each of several parts of the sequence that were cut one by one,
               as text and image tokens are: (text tokens, image tokens). None: one part
+    timeout   seconds that a call waits for the other ranks before it raises; for gloo, where None means 300. With NCCL
+              the process group's own holds, because the host does not wait
     ring, ulysses  what the mesh calls its dimensions
 
     Every rank of the mesh must make the same calls. The mask is the one a single device would choose. The Traffic that
     the block gives counts what this rank sent.
     """
-    parallel = _parallel(mesh, sharding, segments, ring, ulysses)
+    parallel = _parallel(mesh, sharding, ring, ulysses, segments, timeout)
     token = _active.set(parallel)
     try:
         yield parallel.traffic
@@ -108,7 +115,7 @@ def shard_sequence(
 
     Cut positions like their tokens: a model needs to know where its tokens stand.
     """
-    parallel = _parallel(mesh, sharding, None, ring, ulysses)
+    parallel = _parallel(mesh, sharding, ring, ulysses)
     mine = split_evenly(x.shape[dim], parallel.size, parallel.sharding)[parallel.rank]
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in mine], dim)
 
@@ -123,7 +130,7 @@ def gather_sequence(
     ulysses: str = "ulysses",
 ) -> Tensor:
     """The whole of a tensor that the ranks hold parts of, on every rank: the reverse of `shard_sequence`."""
-    parallel = _parallel(mesh, sharding, None, ring, ulysses)
+    parallel = _parallel(mesh, sharding, ring, ulysses)
     dim %= x.dim()
     mine = torch.tensor([x.shape[dim]], device=x.device)
     lengths = [int(n) for n in parallel.gather(mine, [1] * parallel.size, 0, "lengths")]
@@ -131,7 +138,14 @@ def gather_sequence(
     return joined(parts, shares_of(tuple((n,) for n in lengths), parallel.sharding), dim)
 
 
-def _parallel(mesh: DeviceMesh, sharding: str, segments: tuple[int, ...] | None, ring: str, ulysses: str) -> Parallel:
+def _parallel(
+    mesh: DeviceMesh,
+    sharding: str,
+    ring: str,
+    ulysses: str,
+    segments: tuple[int, ...] | None = None,
+    timeout: float | None = None,
+) -> Parallel:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}.")
     if sharding not in SHARDINGS:
@@ -143,18 +157,33 @@ def _parallel(mesh: DeviceMesh, sharding: str, segments: tuple[int, ...] | None,
             f"name them (mesh_dim_names), take a part (mesh[{ring!r}]), or say what they are called (ring=, ulysses=)."
         )
     _check_segments(segments)
+    if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+        raise ValueError(f"timeout must be a number of seconds above 0, or None, not {timeout!r}.")
     traffic = Traffic()
-    teams = [_team(mesh, name, traffic) for name in (ring, ulysses)]
+    teams = [_team(mesh, name, timeout, traffic) for name in (ring, ulysses)]
     return Parallel(teams[0], teams[1], sharding, segments, traffic)
 
 
-def _team(mesh: DeviceMesh, name: str, traffic: Traffic) -> Team:
+def _team(mesh: DeviceMesh, name: str, timeout: float | None, traffic: Traffic) -> Team:
     names = mesh.mesh_dim_names or ()
     size = mesh.size(names.index(name)) if name in names else 1
     device = torch.device(mesh.device_type)
     if size == 1:
-        return Team(None, 1, 0, device, traffic)
-    return Team(mesh.get_group(name), size, mesh.get_local_rank(name), device, traffic)
+        return Team(None, 1, 0, device, None, traffic)
+    group = mesh.get_group(name)
+    return Team(group, size, mesh.get_local_rank(name), device, _patience(group, timeout), traffic)
+
+
+def _patience(group: dist.ProcessGroup, timeout: float | None) -> timedelta | None:
+    """The groups of a mesh do not take over the timeout of init_process_group."""
+    if dist.get_backend(group) == "gloo":
+        return timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
+    if timeout is not None:
+        raise ValueError(
+            f"timeout is for gloo, not for {dist.get_backend(group)}, whose process groups have their own: give it to "
+            "init_process_group, or to the groups that the mesh is made of."
+        )
+    return None
 
 
 def _check_segments(segments: object) -> None:
