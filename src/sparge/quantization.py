@@ -101,7 +101,11 @@ def value_max(value: Tensor) -> Tensor:
 
 def value_scale(sample: Tensor, largest: Tensor) -> Tensor:
     """One per channel, [B, H, Dv]: a power of two well above the sampled values, or from all of them if need be."""
-    scale = (_power_below(sampled(sample).abs().amax(2)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
+    return widened((_power_below(sampled(sample).abs().amax(2)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE), largest)
+
+
+def widened(scale: Tensor, largest: Tensor) -> Tensor:
+    """A scale that also holds the largest values; NaN where those are not finite."""
     exact = torch.where(torch.isfinite(largest), _power_below(largest) / 128.0, math.nan)
     return torch.where(largest <= FP8_MAX * scale, scale, exact)
 

@@ -119,9 +119,14 @@ def loaded(
     if quantized is None:
         key, value = (x[:, :, :length] for x in cargo)
         return replace(inputs, key=key, value=value), None
-    key, value, key_scale = (x.contiguous() for x in cargo)
-    quantized = replace(quantized, key=key, value=value, key_scale=key_scale)
+    key, value, key_scale = cargo
+    quantized = replace(quantized, key=key.contiguous(), value=value.contiguous(), key_scale=fresh(key_scale))
     return without_keys(inputs, length), quantized
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A part of a tensor as kernels expect what stands between the stages: without gaps, and aligned."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def without_keys(inputs: Inputs, length: int) -> Inputs:

@@ -53,6 +53,7 @@ class Parallel:
         return [part for parts in grid for part in parts]
 
 
+_open_blocks = 0  # in all threads
 _active: ContextVar[Parallel | None] = ContextVar("sparge_context_parallel", default=None)
 
 
@@ -61,8 +62,13 @@ def current_parallel() -> Parallel | None:
     return _active.get()
 
 
+def in_block() -> bool:
+    """Whether a block is open here; for code that torch.compile traces, which sees no ContextVar, open anywhere."""
+    return _open_blocks > 0 if torch.compiler.is_compiling() else _active.get() is not None
+
+
 def refuse_in_block(function: str) -> None:
-    if _active.get() is not None:
+    if in_block():
         raise RuntimeError(
             f"{function} would see this rank's shard only: call it outside the context_parallel block, or use "
             "sparge.attention inside."
@@ -95,11 +101,13 @@ def context_parallel(
     the block gives counts what this rank sent.
     """
     parallel = _parallel(mesh, sharding, ring, ulysses, segments, timeout)
-    token = _active.set(parallel)
+    global _open_blocks
+    token, _open_blocks = _active.set(parallel), _open_blocks + 1
     try:
         yield parallel.traffic
     finally:
         _active.reset(token)
+        _open_blocks -= 1
 
 
 def shard_sequence(

@@ -19,7 +19,7 @@ from sparge import quantization as fmt
 from sparge.backends import Backend, Choice, choose
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.distributed.cargo import UNIT, Cargo, loaded, without_keys
+from sparge.distributed.cargo import UNIT, Cargo, fresh, loaded, without_keys
 from sparge.distributed.sharding import Interval, Shares, joined, length_of, units_of
 from sparge.distributed.wire import Team, Transfer
 from sparge.inputs import Inputs, Sample
@@ -209,7 +209,7 @@ class Span:
         blocks = replace(
             self.own,
             inputs=replace(inputs, visibility=sight),
-            v_finite=self.own.v_finite[:, :, first:last].contiguous(),
+            v_finite=fresh(self.own.v_finite[:, :, first:last]),
             quantized=quantized,
         )
         self._merge(self.backend.attend(blocks, self.mask.of_keys(first, last, sight), self.config))
@@ -234,7 +234,7 @@ def _weighted(values: Tensor, lse: Tensor, total: Tensor) -> Tensor:
 
 
 def _rows_of(blocks: Blocks, start: int, stop: int) -> Blocks:
-    """The blocks of some rows; the kernels expect their summaries to lie close together."""
+    """The blocks of some rows."""
     first, last = start // blocks.block[0], -(-stop // blocks.block[0])
     quantized = blocks.quantized
     if quantized is not None:
@@ -243,8 +243,8 @@ def _rows_of(blocks: Blocks, start: int, stop: int) -> Blocks:
     return replace(
         blocks,
         inputs=replace(blocks.inputs, query=blocks.inputs.query[:, :, start:stop]),
-        q_means=blocks.q_means[:, :, first:last].contiguous(),
-        q_similarity=None if similarity is None else similarity[:, :, first:last].contiguous(),
+        q_means=fresh(blocks.q_means[:, :, first:last]),
+        q_similarity=None if similarity is None else fresh(similarity[:, :, first:last]),
         quantized=quantized,
     )
 
@@ -253,9 +253,9 @@ def _quantized_rows(quantized: Quantized, rows: slice) -> Quantized:
     term = quantized.lse_term
     return replace(
         quantized,
-        query=quantized.query[:, :, rows].contiguous(),
-        query_scale=quantized.query_scale[:, :, rows].contiguous(),
-        lse_term=None if term is None else term[:, :, rows].contiguous(),
+        query=fresh(quantized.query[:, :, rows]),
+        query_scale=fresh(quantized.query_scale[:, :, rows]),
+        lse_term=None if term is None else fresh(term[:, :, rows]),
     )
 
 
