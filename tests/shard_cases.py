@@ -6,16 +6,19 @@ import functools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import torch
 from problems import tensors
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 import sparge
 from sparge import SparseConfig
 from sparge.distributed import ring
 from sparge.distributed.wire import Team, Transfer
+from sparge.integrations.transformers.attention import sparge_attention
 
 SPARSE = SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=1.0, quantization="none")
 EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
@@ -210,6 +213,47 @@ def events_between(events: list[str], first: str, last: str) -> list[Counter]:
         elif current is not None:
             current[event] += 1
     return spans
+
+
+# ---- hosts
+
+
+def run_hosts() -> dict[str, object]:
+    """Two ranks: torch's own context parallel, torch's attention, transformers."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    case = CASES["ring causal zigzag"]
+    q, k, v = case.whole()
+    found: dict[str, object] = {}
+    ours = functools.partial(sparge.context_parallel, mesh, sharding="zigzag", ring="cp")
+    with torch_context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]), ours():
+        shard = sparge.attention(q, k, v, is_causal=True, enable_gqa=True, config=case.config)
+        with sparge.patched(case.config) as calls:
+            patched = scaled_dot_product(q, k, v, is_causal=True, enable_gqa=True)
+        found["calls"] = calls.sparse
+        with sparge.patched():
+            found["patched dense"] = said(lambda: scaled_dot_product(q, k, v, attn_mask=torch.zeros(256, 256)))
+    for name, x in (("torch", shard), ("patched", patched)):
+        found[name] = sparge.gather_sequence(x, mesh, sharding="zigzag", ring="cp")
+    layer = SimpleNamespace(is_causal=True, num_key_value_groups=1)
+    few = torch.randn(1, 2, 64, 16)
+    with ours():
+        softcapped = functools.partial(sparge_attention, layer, few, few, few, None, softcap=3.0)
+        found["transformers dense"] = said(softcapped)
+        found["compiled dense"] = said(torch.compile(softcapped, fullgraph=True, backend="eager"))
+    return found
+
+
+def scaled_dot_product(*arguments, **settings) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(*arguments, **settings)
+
+
+def said(call) -> str:
+    """The sentence that a call raises."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 # ---- calls that must fail, alike on every rank

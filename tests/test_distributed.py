@@ -12,7 +12,7 @@ import pytest
 import torch
 from problems import problem, relative_l1, tensors
 from ranks import run_ranks
-from shard_cases import CASES, EXACT, events_between, refused_calls, run_cases
+from shard_cases import CASES, EXACT, events_between, refused_calls, run_cases, run_hosts
 from torch.distributed.device_mesh import init_device_mesh
 
 import sparge
@@ -35,7 +35,10 @@ def results(world: int) -> list[dict]:
 
 
 def save_cases(rank: int, world: int, folder: str) -> None:
-    torch.save(run_cases(rank, world), Path(folder) / f"{rank}.pt")
+    found = run_cases(rank, world)
+    if world == 2:
+        found |= {"hosts": run_hosts(), "refusals": call_refused(rank)}
+    torch.save(found, Path(folder) / f"{rank}.pt")
 
 
 def shards_of(name: str) -> list[dict]:
@@ -167,6 +170,31 @@ def test_aligned_shards_move_no_token_but_keys_and_values():
     assert uneven["tokens of blocks that two ranks share"] > 0
 
 
+# ---- hosts
+
+
+def test_shards_of_torchs_context_parallel_are_zigzag_shards():
+    want = CASES["ring causal zigzag"].run_alone()[0]
+    for of_rank in results(2):
+        torch.testing.assert_close(of_rank["hosts"]["torch"], want, atol=2e-5, rtol=0)
+
+
+def test_torchs_attention_is_replaced_inside_a_block():
+    want = CASES["ring causal zigzag"].run_alone()[0]
+    for of_rank in results(2):
+        torch.testing.assert_close(of_rank["hosts"]["patched"], want, atol=2e-5, rtol=0)
+        assert of_rank["hosts"]["calls"] == 1
+
+
+@pytest.mark.parametrize("host", ["patched dense", "transformers dense"])
+def test_hosts_do_not_leave_a_shard_dense(host):
+    for of_rank in results(2):
+        said = of_rank["hosts"][host]
+        assert said.startswith("Inside a context_parallel block attention cannot stay dense: ")
+        assert said.endswith(".")
+        assert of_rank["hosts"]["compiled dense"].startswith("Observed exception")  # how torch.compile reports it
+
+
 # ---- what must fail
 
 REFUSALS = {
@@ -199,13 +227,11 @@ REFUSALS = {
 }
 
 
-@functools.cache
 def refusals() -> list[dict[str, str | None]]:
-    answers = run_ranks(call_refused, 2)
-    return [answers[rank] for rank in range(2)]
+    return [of_rank["refusals"] for of_rank in results(2)]
 
 
-def call_refused(rank: int, world: int) -> dict[str, str | None]:
+def call_refused(rank: int) -> dict[str, str | None]:
     """What each call raises; the ranks go through them together, so one that left the others waiting would show."""
     found: dict[str, str | None] = {}
     for name, call in refused_calls().items():
@@ -240,7 +266,7 @@ def test_after_refusals_the_ranks_compute_again():
     assert [answers["nothing"] for answers in refusals()] == [None, None]
 
 
-PATIENCE = 4.0  # seconds
+PATIENCE = 3.0  # seconds
 
 
 def die_or_keep_silent(rank: int, world: int) -> str:
