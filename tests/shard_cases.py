@@ -162,7 +162,11 @@ CASES = {
     "ulysses budget": Case((1, 2), SparseConfig(rule="topk", topk=0.1, quantization="none", max_error=0.05)),
     "ulysses packed": Case((1, 2), ends=(0, 200, 200, 330, 512), arguments=CAUSAL),
     "ulysses padded": Case((1, 2), sizes={"batch": 2}, hidden=3),
+    "all, ring": Case((2, 1), EXACT, GROUPED, CAUSAL, "zigzag"),
+    "all, ring in 8 bits": Case((2, 1), replace(EXACT, quantization="int8-fp8"), {"q_len": 256, "heads": 2}),
+    "all, ulysses": Case((1, 2), EXACT, GROUPED, CAUSAL),
     # four ranks
+    "all, both": Case((2, 2), EXACT, GROUPED, CAUSAL, "zigzag"),
     "ring of four": Case((4, 1), sizes={"q_len": 1000}, arguments=CAUSAL, sharding="zigzag"),
     "ring of four, uneven": Case((4, 1), sizes={"q_len": 700}, lengths=(1, 77, 500, 122), arguments=CAUSAL),
     "ring of four, short": Case((4, 1), sizes={"q_len": 150}, arguments=CAUSAL, sharding="zigzag"),

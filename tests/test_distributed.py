@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparge
 from sparge import reference
+from sparge.distributed.cost import Workload, cost
 from sparge.distributed.sharding import split_evenly
 from sparge.distributed.wire import Team
 
@@ -168,6 +171,38 @@ def test_aligned_shards_move_no_token_but_keys_and_values():
     assert sent["tokens to the ranks of their heads"] == 0
     uneven = shards_of("ring of four, uneven")[1]["sent"]
     assert uneven["tokens of blocks that two ranks share"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("all, ")])
+def test_the_model_of_cost_predicts_every_byte(name):
+    """Where everything is kept, needs are known. The ranks of a causal ring differ: the model has their mean."""
+    case, shards = CASES[name], shards_of(name)
+    q, k, _ = case.whole()
+    causal, (rows, columns) = bool(case.arguments), case.mesh
+    work = Workload(
+        q.shape[2], q.shape[1], k.shape[1], 16, element_bytes=4, quantization=case.config.quantization,
+        is_causal=causal, return_lse=True,
+    )  # fmt: skip
+    predicted = {purpose: count for purpose, count in cost(work, rows, columns).sent.items() if count}
+    counted = Counter()
+    for shard in shards:
+        counted.update({purpose: count for purpose, count in shard["sent"].items() if purpose != "stats"})
+    assert {purpose: count / case.ranks for purpose, count in counted.items() if count} == predicted
+
+
+def test_the_table_of_the_documentation_is_the_models(capsys):
+    text = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(blocks[-1])
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 7
+    assert [row for row in rows if row not in text] == []
+
+
+def test_the_model_of_cost_counts_the_operations_of_all_ranks_once():
+    work = Workload(1 << 14, 32, 8, is_causal=False)
+    for mesh in ((1, 1), (4, 1), (1, 8), (4, 8)):
+        assert cost(work, *mesh).operations * mesh[0] * mesh[1] == 4 * 32 * (1 << 28) * 128
 
 
 # ---- hosts

@@ -12,11 +12,12 @@ import torch
 from sparge.config import SparseConfig
 from sparge.distributed.context import MOST_SEGMENTS, Parallel, current_parallel
 from sparge.distributed.sharding import Shares, shares_of
+from sparge.distributed.wire import SETTINGS
 from sparge.inputs import Inputs
 
-PURPOSE = "shapes and settings"
 REFUSED = -1
-MOST_FIELDS = 32
+MOST_NUMBERS = 32
+MESSAGE_BYTES = 8 * MOST_NUMBERS
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,6 @@ def _digest(value: object) -> int:
 
 def _gathered(numbers: list[int], parallel: Parallel) -> list[list[int]]:
     """Every rank's numbers. All messages have one length, whatever a rank has to say."""
-    padded = numbers + [0] * (MOST_FIELDS - len(numbers))
+    padded = numbers + [0] * (MOST_NUMBERS - len(numbers))
     message = torch.tensor(padded, dtype=torch.int64)
-    return [x.tolist() for x in parallel.gather(message, [MOST_FIELDS] * parallel.size, 0, PURPOSE)]
+    return [x.tolist() for x in parallel.gather(message, [MOST_NUMBERS] * parallel.size, 0, SETTINGS)]

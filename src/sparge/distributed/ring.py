@@ -21,7 +21,7 @@ from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.distributed.cargo import UNIT, Cargo, fresh, loaded, without_keys
 from sparge.distributed.sharding import Interval, Shares, joined, length_of, units_of
-from sparge.distributed.wire import Team, Transfer
+from sparge.distributed.wire import KEYS_AND_VALUES, NEEDS, SAMPLE, SUMMARIES, Team, Transfer
 from sparge.inputs import Inputs, Sample
 from sparge.quantization import Quantized
 from sparge.stages import Blocks, Output
@@ -76,7 +76,7 @@ def _with_something(local: Inputs, sight: Visibility, share: tuple[Interval, ...
 
 
 @functools.lru_cache(maxsize=256)
-def _sampled_tiles(keys: Shares) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+def sampled_tiles(keys: Shares) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """For each rank its sampled tiles: which of all, where among its tokens, how many tokens."""
     tiles = -(-sum(map(length_of, keys)) // fmt.SAMPLE_TILE)
     stride = max(tiles // fmt.SAMPLED_TILES, 1)
@@ -95,7 +95,7 @@ def _sampled_tiles(keys: Shares) -> tuple[tuple[tuple[int, int, int], ...], ...]
 
 def _gathered_sample(local: Inputs, keys: Shares, sight: Visibility, config: SparseConfig, team: Team) -> Sample:
     """What `quantization.sampled` would take of the whole sequence, in its order."""
-    plan, eight_bit = _sampled_tiles(keys), config.quantization == "int8-fp8"
+    plan, eight_bit = sampled_tiles(keys), config.quantization == "int8-fp8"
     sources = [local.key, local.value] if eight_bit else [local.key]
 
     def tiles_of(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _gathered_sample(local: Inputs, keys: Shares, sight: Visibility, config: Spa
         value = local.value if valid is None else torch.where(valid[:, None, :, None], local.value, 0.0)
         message.append(fmt.value_max(value))
         shapes = [[*of_rank, tuple(message[-1].shape)] for of_rank in shapes]
-    arrived = team.gather(message, shapes, "the sample")
+    arrived = team.gather(message, shapes, SAMPLE)
 
     order = sorted((tile, rank, at) for rank, own in enumerate(plan) for at, (tile, _, _) in enumerate(own))
     pieces = [[parts[0].split([n for _, _, n in own], 2) for parts, own in zip(arrived, plan, strict=True)]]
@@ -138,7 +138,7 @@ def _gathered_summaries(blocks: Blocks, keys: Shares, team: Team) -> Blocks:
     if blocks.k_similarity is not None:
         parts.append(blocks.k_similarity[:, :, :own])
     shapes = [[(*x.shape[:2], n, *x.shape[3:]) for x in parts] for n in counts]
-    arrived = team.gather(parts, shapes, "block means")
+    arrived = team.gather(parts, shapes, SUMMARIES)
     means, finite, *similarity = (joined(of_all, keys, 2, size) for of_all in zip(*arrived, strict=True))
     return replace(
         blocks,
@@ -265,7 +265,7 @@ def _gathered_needs(spans: list[Span], k_len: int, team: Team) -> Tensor:
     mine = torch.zeros(units, dtype=torch.bool)
     for span in spans:
         mine |= span.needs
-    return torch.stack([parts[0].cpu() for parts in team.gather([mine], [[(units,)]] * team.size, "needs")])
+    return torch.stack([parts[0].cpu() for parts in team.gather([mine], [[(units,)]] * team.size, NEEDS)])
 
 
 def _arrivals(own: Cargo, keys: Shares, needs: Tensor, team: Team) -> Iterator[Cargo]:
@@ -284,7 +284,7 @@ def _arrivals(own: Cargo, keys: Shares, needs: Tensor, team: Team) -> Iterator[C
         leaving, coming = wanted(target, team.rank), wanted(team.rank, source)
         outgoing = own.taken(leaving) if leaving else None
         shapes = own.shapes(len(coming)) if coming else None
-        return source, coming, team.start(outgoing, target, shapes, source, own.tensors, "keys and values")
+        return source, coming, team.start(outgoing, target, shapes, source, own.tensors, KEYS_AND_VALUES)
 
     following = started(1) if team.size > 1 else None
     yield own

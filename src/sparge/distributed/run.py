@@ -30,13 +30,11 @@ from sparge.distributed.sharding import (
     within,
 )  # fmt: skip
 from sparge.distributed.ulysses import HeadSplit, from_heads, to_heads
-from sparge.distributed.wire import Team
+from sparge.distributed.wire import PADDING, STATS, TO_BLOCKS, Team
 from sparge.inputs import Inputs
 from sparge.packing import sequence_ends
 from sparge.stages import Stats
 from sparge.visibility import Visibility
-
-MOVED = "tokens of blocks that two ranks share"
 
 Results = tuple[Tensor, Tensor | None, Stats | None]  # values [B, H, N, Dv], LSE [B, H, N]
 Alone = Callable[[Inputs, SparseConfig], Results]
@@ -53,7 +51,7 @@ def attend_shards(
         results = alone(replace(mine, visibility=sight), job.config)
     else:
         results = _attend_rows(mine, job.rows_by_row, job.keys_by_row, sight, job.config, parallel.ring, return_stats)
-    return job.from_heads(results)
+    return job.from_heads(results, inputs.needs_lse)
 
 
 def attend_packed_shards(
@@ -74,9 +72,9 @@ def attend_packed_shards(
     k_ends = sequence_ends("cu_seqlens_k", packing.k_ends, k_tokens, "max_seqlen_k", longest[1])
     mine = job.to_heads(inputs)
     if parallel.ring.size == 1:
-        return job.from_heads(packed_alone(mine, job.config))
+        return job.from_heads(packed_alone(mine, job.config), inputs.needs_lse)
     sequences = [(q_ends[n], q_ends[n + 1], k_ends[n], k_ends[n + 1]) for n in range(packing.count)]
-    return job.from_heads(_attend_sequences(mine, job, sequences, return_stats, alone))
+    return job.from_heads(_attend_sequences(mine, job, sequences, return_stats, alone), inputs.needs_lse)
 
 
 @dataclass(frozen=True)
@@ -118,17 +116,19 @@ class Job:
         here = self.columns
         return to_heads(inputs, self.rows[here], self.keys[here], self.split, self.parallel.ulysses)
 
-    def from_heads(self, results: Results) -> Results:
+    def from_heads(self, results: Results, needs_lse: bool) -> Results:
         values, lse, stats = results
-        moved = from_heads(values, lse, self.rows[self.columns], self.split, self.parallel.ulysses)
-        return moved[0], moved[1] if lse is not None else None, None if stats is None else self._whole_stats(stats)
+        sources = [values, lse[..., None]] if needs_lse and lse is not None else [values]
+        moved = from_heads(sources, self.rows[self.columns], self.split, self.parallel.ulysses)
+        whole = None if stats is None else self._whole_stats(stats)
+        return moved[0], moved[1][..., 0] if len(moved) > 1 else None, whole
 
     def whole_sight(self, inputs: Inputs) -> Visibility:
         """What every row of the whole sequence sees; padding is gathered, a byte per key."""
         sight, lengths = inputs.visibility, [length_of(share) for share in self.keys]
         valid = sight.key_valid
         if valid is not None:
-            valid = joined(self.parallel.gather(valid.contiguous(), lengths, 1, "key padding"), self.keys, 1)
+            valid = joined(self.parallel.gather(valid.contiguous(), lengths, 1, PADDING), self.keys, 1)
         return replace(sight, q_len=sum(map(length_of, self.rows)), k_len=sum(lengths), key_valid=valid)
 
     def _whole_stats(self, stats: Stats) -> Stats:
@@ -138,10 +138,10 @@ class Job:
             counts += [stats.error, stats.redone]
         ring, ulysses = self.parallel.ring, self.parallel.ulysses
         shapes = [[tuple(x.shape) for x in counts]] * ring.size
-        summed = [torch.stack(of_all).sum(0) for of_all in zip(*ring.gather(counts, shapes, "stats"), strict=True)]
+        summed = [torch.stack(of_all).sum(0) for of_all in zip(*ring.gather(counts, shapes, STATS), strict=True)]
         summed = [x.to(y.dtype) for x, y in zip(summed, counts, strict=True)]
         shapes = [[(len(x), len(heads)) for x in summed] for heads in self.split.query]
-        whole = [torch.cat(of_all, 1) for of_all in zip(*ulysses.gather(summed, shapes, "stats"), strict=True)]
+        whole = [torch.cat(of_all, 1) for of_all in zip(*ulysses.gather(summed, shapes, STATS), strict=True)]
         reason = f"{stats.reason} (a ring of {ring.size} by {ulysses.size} ranks of heads)"
         executed, visible, skipped, *judged = whole
         error, redone = judged or (None, None)
@@ -165,14 +165,14 @@ def _attend_rows(
         return Move(x, *(tuple(Holding(heads, share) for share in shares) for shares in (have, want)))
 
     moves = [move(local.query, rows, whole_rows), *(move(x, keys, whole_keys) for x in (local.key, local.value))]
-    query, key, value = redistribute(moves, ring, MOVED)
+    query, key, value = redistribute(moves, ring, TO_BLOCKS)
     result = attend_ring(
         replace(local, query=query, key=key, value=value), whole_rows, whole_keys, sight, config, ring, return_stats
     )
     output = result.output
     assert output.lse is not None
     back = [move(x, whole_rows, rows) for x in (output.values, output.lse[..., None])]
-    values, lse = redistribute(back, ring, MOVED)
+    values, lse = redistribute(back, ring, TO_BLOCKS)
     choice = result.choice
     stats = Stats(
         result.executed, result.visible, output.skipped_pv, choice.backend.name, choice.reason,

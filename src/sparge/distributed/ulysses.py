@@ -10,10 +10,9 @@ from torch import Tensor
 
 from sparge.config import SparseConfig
 from sparge.distributed.sharding import Holding, Move, Shares, even_split, redistribute, union
-from sparge.distributed.wire import Team
+from sparge.distributed.wire import FROM_HEADS, TO_HEADS, Team
 from sparge.inputs import Inputs
 
-THERE, BACK = "tokens to the ranks of their heads", "outputs to the ranks of their tokens"
 PER_HEAD = ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold")
 
 Heads = tuple[int, ...]
@@ -66,15 +65,13 @@ def to_heads(inputs: Inputs, rows: Shares, keys: Shares, split: HeadSplit, team:
     for x, shares, wanted in sources:
         have = tuple(Holding(tuple(range(x.shape[1])), share) for share in shares)
         moves.append(Move(x, have, tuple(Holding(heads, union(shares)) for heads in wanted)))
-    query, key, value = redistribute(moves, team, THERE)
+    query, key, value = redistribute(moves, team, TO_HEADS)
     return replace(inputs, query=query, key=key, value=value)
 
 
-def from_heads(values: Tensor, lse: Tensor | None, rows: Shares, split: HeadSplit, team: Team) -> list[Tensor]:
-    """All heads of this rank's rows: the values, and the LSE if there is one."""
+def from_heads(sources: list[Tensor], rows: Shares, split: HeadSplit, team: Team) -> list[Tensor]:
+    """All heads of this rank's rows, of tensors [B, heads, rows, D]."""
     have = tuple(Holding(heads, union(rows)) for heads in split.query)
     everything = tuple(head for heads in split.query for head in heads)
     want = tuple(Holding(everything, share) for share in rows)
-    sources = [values] if lse is None else [values, lse[..., None]]
-    values, *lses = redistribute([Move(x, have, want) for x in sources], team, BACK)
-    return [values, *(x[..., 0] for x in lses)]
+    return redistribute([Move(x, have, want) for x in sources], team, FROM_HEADS)

@@ -18,6 +18,18 @@ from torch import Tensor
 
 ALIGNMENT = 16  # bytes; where each tensor of a message begins
 
+# What moves, for whom it fails and in the counts of Traffic.
+SETTINGS = "shapes and settings"
+PADDING = "key padding"
+TO_HEADS = "tokens to the ranks of their heads"
+FROM_HEADS = "outputs to the ranks of their tokens"
+TO_BLOCKS = "tokens of blocks that two ranks share"
+SAMPLE = "the sample"
+SUMMARIES = "block means"
+NEEDS = "needs"
+KEYS_AND_VALUES = "keys and values"
+STATS = "stats"
+
 Shape = tuple[int, ...]
 
 
