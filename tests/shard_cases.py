@@ -234,9 +234,11 @@ def run_hosts() -> dict[str, object]:
         with sparge.patched(case.config) as calls:
             patched = scaled_dot_product(q, k, v, is_causal=True, enable_gqa=True)
         found["calls"] = calls.sparse
+        compiled = torch.compile(sparge.attention, fullgraph=True, backend="eager")
+        traced = compiled(q, k, v, is_causal=True, enable_gqa=True, config=case.config)
         with sparge.patched():
             found["patched dense"] = said(lambda: scaled_dot_product(q, k, v, attn_mask=torch.zeros(256, 256)))
-    for name, x in (("torch", shard), ("patched", patched)):
+    for name, x in (("torch", shard), ("patched", patched), ("compiled", traced)):
         found[name] = sparge.gather_sequence(x, mesh, sharding="zigzag", ring="cp")
     layer = SimpleNamespace(is_causal=True, num_key_value_groups=1)
     few = torch.randn(1, 2, 64, 16)

@@ -214,10 +214,11 @@ def test_shards_of_torchs_context_parallel_are_zigzag_shards():
         torch.testing.assert_close(of_rank["hosts"]["torch"], want, atol=2e-5, rtol=0)
 
 
-def test_torchs_attention_is_replaced_inside_a_block():
+@pytest.mark.parametrize("host", ["patched", "compiled"])
+def test_torchs_attention_and_compiled_code_inside_a_block(host):
     want = CASES["ring causal zigzag"].run_alone()[0]
     for of_rank in results(2):
-        torch.testing.assert_close(of_rank["hosts"]["patched"], want, atol=2e-5, rtol=0)
+        torch.testing.assert_close(of_rank["hosts"][host], want, atol=2e-5, rtol=0)
         assert of_rank["hosts"]["calls"] == 1
 
 

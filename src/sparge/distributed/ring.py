@@ -273,11 +273,11 @@ def _arrivals(own: Cargo, keys: Shares, needs: Tensor, team: Team) -> Iterator[C
 
     Every rank sends straight to who needs its units, at step n to the n-th after it, and nothing to who needs none.
     """
-    units = [units_of(share, UNIT) for share in keys]
+    units, needed = [units_of(share, UNIT) for share in keys], needs.tolist()
 
     def wanted(target: int, source: int) -> list[int]:
         """Units that one rank needs of another, counted among the other's."""
-        return [n for n, unit in enumerate(units[source]) if needs[target, unit]]
+        return [n for n, unit in enumerate(units[source]) if needed[target][unit]]
 
     def started(step: int) -> tuple[int, list[int], Transfer]:
         target, source = (team.rank + step) % team.size, (team.rank - step) % team.size

@@ -172,11 +172,19 @@ def _common_heads(have: Holding, want: Holding) -> tuple[list[int], list[int]]:
     return [place[want.heads[n]] for n in there], there
 
 
+def _run(places: list[int]) -> slice | None:
+    """Neighbours as a slice, which copies nothing."""
+    if not places or places != list(range(places[0], places[0] + len(places))):
+        return None
+    return slice(places[0], places[0] + len(places))
+
+
 def _taken(move: Move, source: int, target: int) -> Tensor:
     have, want = move.have[source], move.want[target]
-    heads = move.tensor[:, _common_heads(have, want)[0]]
-    runs = overlaps(have.tokens, want.tokens)
-    return torch.cat([heads[:, :, :0], *(heads[:, :, at : at + length] for at, _, length in runs)], 2)
+    places = _common_heads(have, want)[0]
+    heads = move.tensor[:, _run(places) or places]
+    runs = [heads[:, :, at : at + length] for at, _, length in overlaps(have.tokens, want.tokens)]
+    return runs[0] if len(runs) == 1 else torch.cat([heads[:, :, :0], *runs], 2)
 
 
 def _shape(move: Move, source: int, target: int) -> Shape:
@@ -189,7 +197,8 @@ def _placed(move: Move, parts: Sequence[Tensor], rank: int) -> Tensor:
     want, like = move.want[rank], move.tensor
     whole = like.new_empty(like.shape[0], len(want.heads), length_of(want.tokens), like.shape[3])
     for have, part in zip(move.have, parts, strict=True):
-        heads, before = _common_heads(have, want)[1], 0
+        places, before = _common_heads(have, want)[1], 0
+        heads = _run(places) or places
         for _, at, length in overlaps(have.tokens, want.tokens):
             whole[:, heads, at : at + length] = part[:, :, before : before + length]
             before += length

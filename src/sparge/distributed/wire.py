@@ -92,15 +92,16 @@ class Team:
         if self.size == 1:
             return [list(outgoing[0])]
         forms = [_forms(outgoing[self.rank], theirs) for theirs in shapes]
-        packed = [_packed(tensors) for tensors in outgoing]
-        sizes_out, sizes_in = [len(x) for x in packed], [_bytes_of(theirs) for theirs in forms]
-        carried = self._to_carrier(torch.cat(packed))
+        sizes_out = [_bytes_of([_form(x) for x in tensors]) for tensors in outgoing]
+        sizes_in = [_bytes_of(theirs) for theirs in forms]
+        packed = _packed([x for tensors in outgoing for x in tensors])
+        carried = self._to_carrier(packed)
         arrived = carried.new_empty(sum(sizes_in))
         with _contact(purpose):
             work = dist.all_to_all_single(arrived, carried, sizes_in, sizes_out, group=self.group, async_op=True)
             _wait([work], self.timeout)
         self.traffic.sent[purpose] += sum(sizes_out) - sizes_out[self.rank]
-        parts = arrived.to(packed[0].device).split(sizes_in)
+        parts = arrived.to(packed.device).split(sizes_in)
         return [_unpacked(x, theirs) for x, theirs in zip(parts, forms, strict=True)]
 
     def start(
@@ -175,6 +176,10 @@ def _contact(purpose: str) -> Iterator[None]:
         ) from error
 
 
+def _form(x: Tensor) -> Form:
+    return Form(tuple(x.shape), x.dtype)
+
+
 def _forms(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Form]:
     """The types of these tensors in other shapes."""
     return [Form(tuple(shape), x.dtype) for x, shape in zip(tensors, shapes, strict=True)]
@@ -185,11 +190,12 @@ def _bytes_of(forms: Sequence[Form]) -> int:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    parts = []
-    for x in tensors:
-        flat = x.contiguous().view(-1).view(torch.uint8)
-        parts += [flat, flat.new_zeros(-len(flat) % ALIGNMENT)]
-    return torch.cat(parts)
+    """One copy of each, whatever its strides."""
+    forms = [_form(x) for x in tensors]
+    buffer = tensors[0].new_empty(_bytes_of(forms), dtype=torch.uint8)
+    for place, x in zip(_unpacked(buffer, forms), tensors, strict=True):
+        place.copy_(x)
+    return buffer
 
 
 def _unpacked(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
