@@ -222,19 +222,23 @@ class Span:
             self.values, self.lse, self.skipped = values, lse, part.skipped_pv
             return
         total = torch.logaddexp(self.lse, lse)
-        self.values = _weighted(self.values, self.lse, total) + _weighted(values, lse, total)
+        _weigh(self.values, self.lse, total)
+        _weigh(values, lse, total)
+        self.values += values
         self.lse, self.skipped = total, self.skipped + part.skipped_pv
 
 
-def _weighted(values: Tensor, lse: Tensor, total: Tensor) -> Tensor:
-    """A part that saw nothing, or only scores of -inf, counts where no part saw more."""
+def _weigh(values: Tensor, lse: Tensor, total: Tensor) -> None:
+    """In place. A part that saw nothing, or only scores of -inf, counts where no part saw more."""
     nothing = lse == -torch.inf
-    weight = torch.where(nothing, 1.0, torch.exp(lse - total))[..., None]
-    return torch.where((nothing & (total != -torch.inf))[..., None], 0.0, values * weight)
+    values.masked_fill_((nothing & (total != -torch.inf))[..., None], 0.0)
+    values *= torch.where(nothing, 1.0, torch.exp(lse - total))[..., None]
 
 
 def _rows_of(blocks: Blocks, start: int, stop: int) -> Blocks:
     """The blocks of some rows."""
+    if stop - start == blocks.inputs.query.shape[2]:
+        return blocks
     first, last = start // blocks.block[0], -(-stop // blocks.block[0])
     quantized = blocks.quantized
     if quantized is not None:
