@@ -45,6 +45,8 @@ class Part:
 
     def taken(self, units: Sequence[int]) -> Tensor:
         """Some of the units, one after the other."""
+        if len(units) * self.per_unit == self.tensor.shape[self.dim]:
+            return self.tensor
         x, index = self._by_unit(self.tensor), torch.tensor(units, device=self.tensor.device)
         return x.index_select(self.dim, index).flatten(self.dim, self.dim + 1).view(self.tensor.dtype)
 

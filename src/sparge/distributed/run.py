@@ -190,7 +190,7 @@ def _attend_sequences(
     values = local.query.new_zeros(*local.query.shape[:3], local.value.shape[3])
     lse = torch.full(local.query.shape[:3], -torch.inf, dtype=torch.float32, device=values.device)
     zero = torch.zeros(len(sequences), heads, dtype=torch.int64, device=values.device)
-    stats = Stats(zero, zero.clone(), zero.clone(), "none", "no sequence has tokens", "none")
+    stats = Stats(zero, zero.clone(), zero.clone(), "none", "this rank computed no sequence", "none")
     for n, (q_start, q_stop, k_start, k_stop) in enumerate(sequences):
         if q_start == q_stop or k_start == k_stop:
             continue
