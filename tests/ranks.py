@@ -32,7 +32,11 @@ def run_ranks(work, world: int, *arguments, timeout: float = 60.0, expect_deaths
         for process in started:
             process.start()
         try:
-            return _collect(started, answers, world - expect_deaths)
+            found = _collect(started, answers, world - expect_deaths)
+            for rank in found:
+                started[rank].join(30)
+                assert started[rank].exitcode is not None, f"rank {rank} answered, but does not end"
+            return found
         finally:
             for process in started:
                 process.kill()

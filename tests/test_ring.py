@@ -122,7 +122,7 @@ def any_cut(rng, length, ranks):
     return tuple(coalesced([interval]) for interval in pairwise(ends))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_problems_in_random_shards(seed, monkeypatch):
     for n in range(10):
         rng = random.Random(10 * seed + n)

@@ -23,7 +23,7 @@ from sparge.distributed.sharding import (
     union,
     units_of,
     within,
-)  # fmt: skip
+)
 
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=5).filter(any)
 

@@ -88,7 +88,7 @@ def run_threads(work, size: int) -> list:
         with meeting.turn:
             try:
                 device = torch.device("cpu")
-                results[rank] = work(ThreadTeam(None, size, rank, device, None, Traffic(), meeting))
+                results[rank] = work(ThreadTeam(None, size, rank, device, Traffic(), meeting))
             except BaseException as error:
                 errors.append(error)
                 meeting.barrier.abort()

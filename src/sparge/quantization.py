@@ -33,8 +33,8 @@ class Quantized:
     key_mean: Tensor  # float32 [B, Hkv, D], of sampled keys: what smoothing took away
     value: Tensor  # fp16 / bf16 ("int8") or e4m3 ("int8-fp8") [B, Hkv, Nk, Dv]
     value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3: powers of two
-    values_transposed: bool = False  # value is [B, Hkv, Dv, Nk]
     lse_term: Tensor | None = None  # float32 [B, Hq, Nq]: scale * q . key_mean, for backends that add it in the kernel
+    values_transposed: bool = False  # value is [B, Hkv, Dv, Nk]
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from sparge.distributed.sharding import SHARDINGS, joined, shares_of, split_evenly
 from sparge.distributed.wire import Team, Traffic
 
 MOST_SEGMENTS = 8
-DEFAULT_TIMEOUT = 300.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ def context_parallel(
               from either end, which balances causal attention. `shard_sequence` cuts either way
     segments  how many of this rank's tokens belong to each of several parts of the sequence that were cut one by one,
               as text and image tokens are: (text tokens, image tokens). None: one part
-    timeout   seconds that a call waits for the other ranks before it raises; for gloo, where None means 300. With NCCL
-              the process group's own holds, because the host does not wait
+    timeout   seconds that a rank waits for another before it raises: sets that of the mesh's process groups, which
+              do not take over init_process_group's (30 minutes with gloo, 10 with NCCL). None: leaves it as it is
     ring, ulysses  what the mesh calls its dimensions
 
     Every rank of the mesh must make the same calls. The mask is the one a single device would choose. The Traffic that
@@ -177,21 +176,11 @@ def _team(mesh: DeviceMesh, name: str, timeout: float | None, traffic: Traffic) 
     size = mesh.size(names.index(name)) if name in names else 1
     device = torch.device(mesh.device_type)
     if size == 1:
-        return Team(None, 1, 0, device, None, traffic)
+        return Team(None, 1, 0, device, traffic)
     group = mesh.get_group(name)
-    return Team(group, size, mesh.get_local_rank(name), device, _patience(group, timeout), traffic)
-
-
-def _patience(group: dist.ProcessGroup, timeout: float | None) -> timedelta | None:
-    """The groups of a mesh do not take over the timeout of init_process_group."""
-    if dist.get_backend(group) == "gloo":
-        return timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
     if timeout is not None:
-        raise ValueError(
-            f"timeout is for gloo, not for {dist.get_backend(group)}, whose process groups have their own: give it to "
-            "init_process_group, or to the groups that the mesh is made of."
-        )
-    return None
+        _set_pg_timeout(timedelta(seconds=timeout), group)
+    return Team(group, size, mesh.get_local_rank(name), device, traffic)
 
 
 def _check_segments(segments: object) -> None:

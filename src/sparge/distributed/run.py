@@ -28,7 +28,7 @@ from sparge.distributed.sharding import (
     redistribute,
     union,
     within,
-)  # fmt: skip
+)
 from sparge.distributed.ulysses import HeadSplit, from_heads, to_heads
 from sparge.distributed.wire import PADDING, STATS, TO_BLOCKS, Team
 from sparge.inputs import Inputs

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,6 @@ class Team:
     size: int
     rank: int
     device: torch.device  # of the mesh
-    timeout: timedelta | None  # None: the process group's own
     traffic: Traffic
 
     def gather(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], purpose: str) -> list[list[Tensor]]:
@@ -81,7 +79,7 @@ class Team:
         carried = self._to_carrier(mine)
         arrived = [torch.empty_like(carried) for _ in range(self.size)]
         with _contact(purpose):
-            _wait([dist.all_gather(arrived, carried, group=self.group, async_op=True)], self.timeout)
+            dist.all_gather(arrived, carried, group=self.group)
         self.traffic.sent[purpose] += longest * (self.size - 1)
         return [_unpacked(x.to(mine.device), theirs) for x, theirs in zip(arrived, forms, strict=True)]
 
@@ -98,8 +96,7 @@ class Team:
         carried = self._to_carrier(packed)
         arrived = carried.new_empty(sum(sizes_in))
         with _contact(purpose):
-            work = dist.all_to_all_single(arrived, carried, sizes_in, sizes_out, group=self.group, async_op=True)
-            _wait([work], self.timeout)
+            dist.all_to_all_single(arrived, carried, sizes_in, sizes_out, group=self.group)
         self.traffic.sent[purpose] += sum(sizes_out) - sizes_out[self.rank]
         parts = arrived.to(packed.device).split(sizes_in)
         return [_unpacked(x, theirs) for x, theirs in zip(parts, forms, strict=True)]
@@ -126,7 +123,7 @@ class Team:
             operations.append(dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=source))
         with _contact(purpose):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Transfer(works, kept, arriving, forms, like[0].device, self.timeout, purpose)
+        return Transfer(works, kept, arriving, forms, like[0].device, purpose)
 
     def _to_carrier(self, x: Tensor) -> Tensor:
         """gloo moves bytes of host memory only, NCCL those of its GPU."""
@@ -142,24 +139,16 @@ class Transfer:
     arriving: Tensor | None
     forms: list[Form] | None
     device: torch.device
-    timeout: timedelta | None
     purpose: str
 
     def wait(self) -> list[Tensor] | None:
         """What arrived, or None if nothing was to come. On a GPU it is the stream that waits."""
         with _contact(self.purpose):
-            _wait(self.works, self.timeout)
+            for work in self.works:
+                work.wait()
         if self.arriving is None or self.forms is None:
             return None
         return _unpacked(self.arriving.to(self.device), self.forms)
-
-
-def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
-    for work in works:
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
 
 
 @contextmanager

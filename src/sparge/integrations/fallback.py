@@ -61,7 +61,7 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **a
 
 
 def dense_anyway(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **arguments: Any) -> str | None:
-    """Why sparge.attention itself would compute this call dense, or None; it never does so with shards."""
+    """Why sparge.attention itself would compute this call dense, or None; the length of a shard does not tell."""
     if in_block():
         return None
     choice = choose(prepare_inputs(query, key, value, **arguments, needs_lse=False), config)

@@ -22,7 +22,7 @@ from sparge.backends.triton.plans import (
     attend_plan,
     prepare_plan,
     select_plan,
-)  # fmt: skip
+)
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import RULES, SparseConfig
