@@ -12,7 +12,6 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from sparge.distributed.sharding import SHARDINGS, joined, shares_of, split_evenly
 from sparge.distributed.wire import Team, Traffic
@@ -179,6 +178,8 @@ def _team(mesh: DeviceMesh, name: str, timeout: float | None, traffic: Traffic) 
         return Team(None, 1, 0, device, traffic)
     group = mesh.get_group(name)
     if timeout is not None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout  # torch may be built without it
+
         _set_pg_timeout(timedelta(seconds=timeout), group)
     return Team(group, size, mesh.get_local_rank(name), device, traffic)
 
