@@ -17,11 +17,11 @@ types: $(VENV)/.dev
 
 tests: $(VENV)/.dev $(OLDEST_TRITON)
 	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py tests/test_budget.py -k "triton or packed"  # GPU kernels, on the CPU
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py tests/test_budget.py tests/test_ring.py -k "triton or packed"  # GPU kernels, on the CPU
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest tests/test_triton_compilation.py tests/test_hopper_compilation.py -m "not every_format"
 
 gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, share the compilation: --shard 0/20, 1/20, ...
-	$(BIN)/python -m pytest tests/test_gpu.py tests/test_hopper.py tests/test_budget.py tests/test_parity.py -k "gpu or hopper or triton or packed"
+	$(BIN)/python -m pytest tests/test_gpu.py tests/test_hopper.py tests/test_budget.py tests/test_parity.py tests/test_ring.py -k "gpu or hopper or triton or packed"
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python tests/sanitize.py  # compiles without the sanitizer, which would slow it down

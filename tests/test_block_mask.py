@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sparge
 from sparge import BlockMask
+from sparge.visibility import Visibility
 
 blocks = st.tuples(st.sampled_from((64, 128, 192, 256)), st.sampled_from((32, 64, 128)))
 
@@ -24,6 +25,27 @@ def dense_masks(draw, block=None):
     shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), q_blocks, k_blocks)
     dense = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
     return dense, q_len, k_len, (rows, keys)
+
+
+# ---- parts
+
+
+@given(dense_masks(), st.data())
+def test_the_mask_of_some_keys(case, data):
+    dense, q_len, k_len, block = case
+    first = data.draw(st.integers(0, dense.shape[-1] - 1))
+    last = data.draw(st.integers(first + 1, dense.shape[-1]))
+    sight = Visibility(q_len, min(last * block[1], k_len) - first * block[1], torch.device("cpu"))
+    part = BlockMask.from_dense(dense, q_len, k_len, block).of_keys(first, last, sight)
+    assert torch.equal(part.to_dense(), dense[..., first:last])
+    assert (part.q_len, part.k_len, part.block) == (q_len, sight.k_len, block)
+    assert part.equals(BlockMask.from_dense(dense[..., first:last], q_len, sight.k_len, block))  # no bit beyond
+
+
+@given(dense_masks())
+def test_kept_columns(case):
+    dense, q_len, k_len, block = case
+    assert torch.equal(BlockMask.from_dense(dense, q_len, k_len, block).kept_columns, dense.flatten(0, 2).any(0))
 
 
 # ---- forms

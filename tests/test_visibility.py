@@ -31,6 +31,17 @@ def test_pairs_of_any_range(sight_and_seen, data):
     assert torch.equal(sight.pairs(range(r0, r1), range(k0, k1)), seen[:, None, r0:r1, k0:k1])
 
 
+@given(sights(), st.data())
+def test_a_part_sees_what_the_whole_sees_there(sight_and_seen, data):
+    sight, seen = sight_and_seen
+    r0, k0 = data.draw(st.integers(0, sight.q_len - 1)), data.draw(st.integers(0, sight.k_len - 1))
+    r1, k1 = data.draw(st.integers(r0 + 1, sight.q_len)), data.draw(st.integers(k0 + 1, sight.k_len))
+    part, want = sight.part(range(r0, r1), range(k0, k1)), seen[:, r0:r1, k0:k1]
+    assert torch.equal(part.pairs(range(r1 - r0), range(k1 - k0)), want[:, None])
+    assert torch.equal(part.blocks(8, 4), blocks_by_hand(want, 8, 4))
+    assert part.right_bounded == sight.right_bounded
+
+
 def blocks_by_hand(seen, rows, keys):
     q_blocks, k_blocks = -(-seen.shape[1] // rows), -(-seen.shape[2] // keys)
     found = torch.zeros(len(seen), 1, q_blocks, k_blocks, dtype=torch.bool)

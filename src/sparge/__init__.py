@@ -3,6 +3,8 @@
 from sparge.api import attention, block_sparse_attention, predict_mask, varlen_attention
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.distributed.context import context_parallel, gather_sequence, shard_sequence
+from sparge.distributed.wire import Traffic
 from sparge.integrations.diffusers.registration import register_with_diffusers
 from sparge.integrations.fallback import DenseAttentionWarning
 from sparge.integrations.patch import Patch, Plan, patch, unpatch
@@ -28,12 +30,16 @@ __all__ = [
     "SparseConfig",
     "Stats",
     "TokenOrder",
+    "Traffic",
     "attention",
     "block_sparse_attention",
+    "context_parallel",
+    "gather_sequence",
     "patch",
     "patched",
     "predict_mask",
     "register",
+    "shard_sequence",
     "token_order",
     "tune",
     "unpatch",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from sparge.block_mask import BlockMask
 from sparge.budget import Verdict, enforce
 from sparge.calls import heads_first, kind_of_call, known_call, remember
 from sparge.config import SparseConfig
+from sparge.distributed.agreement import refusals_told
+from sparge.distributed.context import current_parallel, refuse_in_block
+from sparge.distributed.run import Results, attend_packed_shards, attend_shards
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
 from sparge.library import is_traced, traced_attention
 from sparge.observe import is_observed, note
-from sparge.packing import Packing
+from sparge.packing import Packing, sequence_ends
 from sparge.stages import Output, Stats
 
 DEFAULT = SparseConfig()
@@ -63,21 +66,30 @@ def attention(
             query, key, value, attn_mask, is_causal, scale, enable_gqa, config, window, layout, return_lse
         )
         return _chosen(traced, return_lse, return_stats)
-    kind = kind_of_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, config, window, layout, return_lse
-    )
-    known = known_call(kind)
-    if known is not None:
-        if known.dense is not None and return_stats is False and not is_observed():
-            return restore(known.dense.attention(*heads_first(query, key, value, layout)), layout)
-        inputs = known.inputs(query, key, value)
-        return _result(_run(inputs, known.choice.config, choice=known.choice), return_lse, return_stats)
-    inputs = prepare_inputs(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
-    )
-    run = _run(inputs, _config(config))
-    remember(kind, inputs, run.choice)
-    return _result(run, return_lse, return_stats)
+    parallel, kind = current_parallel(), None
+    if parallel is None:
+        kind = kind_of_call(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, config, window, layout, return_lse
+        )
+        known = known_call(kind)
+        if known is not None:
+            if known.dense is not None and return_stats is False and not is_observed():
+                return restore(known.dense.attention(*heads_first(query, key, value, layout)), layout)
+            inputs = known.inputs(query, key, value)
+            return _result(_run(inputs, known.choice.config, choice=known.choice), return_lse, return_stats)
+    with refusals_told():
+        inputs = prepare_inputs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
+        )
+        config = _config(config)
+    if parallel is None:
+        run = _run(inputs, config)
+        remember(kind, inputs, run.choice)
+        return _result(run, return_lse, return_stats)
+    alone = functools.partial(_alone, return_stats=return_stats)
+    with _exact_arithmetic(inputs):
+        values, lse, stats = attend_shards(inputs, config, parallel, return_stats, alone)
+    return _chosen((restore(values, layout), lse, stats), return_lse, return_stats)
 
 
 def block_sparse_attention(
@@ -101,6 +113,7 @@ def block_sparse_attention(
 
     Causal order, window and padding still apply inside the blocks. A row all of whose blocks are left out gives 0.
     """
+    refuse_in_block("block_sparse_attention")
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a sparge.BlockMask, not {type(mask).__name__}; see BlockMask.from_dense.")
     inputs = prepare_inputs(
@@ -131,6 +144,7 @@ def predict_mask(
     >>> predict_mask(q, k, config=SparseConfig(rule="topk", topk=0.25, subblocks=(1, 1), sinks=0))
     BlockMask(batch=1, heads=4, 4 x 8 blocks of 128 x 64, sparsity 75.0%)
     """
+    refuse_in_block("predict_mask")
     inputs = prepare_inputs(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, window, layout)
     with _exact_arithmetic(inputs):
         choice = choose(inputs, replace(_config(config), quantization="none"))  # number formats do not change the mask
@@ -160,48 +174,64 @@ def varlen_attention(
     the device: there, ends that are wrong are cut to the tensors instead of being refused, and max_seqlen_q and
     max_seqlen_k must not be too small.
     """
-    config = _config(config)
+    longest = (max_seqlen_q, max_seqlen_k)
+    with refusals_told():
+        config = _config(config)
+        packing = _checked_packing(cu_seqlens_q, cu_seqlens_k, longest)
+        inputs = pack_inputs(query, key, value, packing, longest, is_causal, scale, window, return_lse)
+        config.check_heads(query.shape[1])
+    parallel = current_parallel()
+    packed_alone = functools.partial(_packed, longest=longest, return_stats=return_stats)
+    if parallel is None:
+        results = packed_alone(inputs, config)
+    else:
+        alone = functools.partial(_alone, return_stats=return_stats)
+        with _exact_arithmetic(inputs):
+            results = attend_packed_shards(inputs, longest, config, parallel, return_stats, alone, packed_alone)
+    values, lse, stats = results
+    return _chosen((values[0].transpose(0, 1), lse if lse is None else lse[0], stats), return_lse, return_stats)
+
+
+def _checked_packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int]) -> Packing:
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_ends(name, ends)
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(longest, bool) or not isinstance(longest, int):
-            raise TypeError(f"{name} must be an integer, not {longest!r}.")
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"{name} must be an integer, not {length!r}.")
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             f"cu_seqlens_q describes {len(cu_seqlens_q) - 1} sequences but cu_seqlens_k {len(cu_seqlens_k) - 1}; "
             "they must agree."
         )
-    longest_two = (max_seqlen_q, max_seqlen_k)
-    inputs = pack_inputs(
-        query, key, value, Packing(cu_seqlens_q, cu_seqlens_k), longest_two, is_causal, scale, window, return_lse
-    )
-    config.check_heads(query.shape[1])
-    if takes_packed(inputs, config):
-        ends_there = Packing(*(ends.to(query.device, non_blocking=True) for ends in (cu_seqlens_q, cu_seqlens_k)))
-        results = _packed_at_once(replace(inputs, packing=ends_there), config, return_stats)
-    else:
-        results = _one_at_a_time(inputs, longest_two, config, return_stats)
-    return _chosen(results, return_lse, return_stats)
+    return Packing(cu_seqlens_q, cu_seqlens_k)
 
 
-def _packed_at_once(inputs: Inputs, config: SparseConfig, return_stats: bool) -> tuple[Any, Any, Any]:
+def _alone(inputs: Inputs, config: SparseConfig, return_stats: bool) -> Results:
+    """One problem on one device."""
     run = _run(inputs, config)
-    lse = None if run.output.lse is None else run.output.lse[0]
-    return run.output.values[0].transpose(0, 1), lse, run.stats() if return_stats else None
+    return run.output.values, run.output.lse, run.stats() if return_stats else None
 
 
-def _one_at_a_time(
-    packed: Inputs, longest: tuple[int, int], config: SparseConfig, return_stats: bool
-) -> tuple[Any, Any, Any]:
+def _packed(inputs: Inputs, config: SparseConfig, longest: tuple[int, int], return_stats: bool) -> Results:
+    """Packed sequences on one device, all at once where a backend can."""
+    if not takes_packed(inputs, config):
+        return _one_at_a_time(inputs, longest, config, return_stats)
+    assert inputs.packing is not None
+    ends = (inputs.packing.q_ends, inputs.packing.k_ends)
+    there = Packing(*(x.to(inputs.query.device, non_blocking=True) for x in ends))
+    return _alone(replace(inputs, packing=there), config, return_stats)
+
+
+def _one_at_a_time(packed: Inputs, longest: tuple[int, int], config: SparseConfig, return_stats: bool) -> Results:
     """For backends that do not take packed sequences; the host reads their ends."""
     query, key, value = packed.query, packed.key, packed.value
     packing = packed.packing
     assert packing is not None
-    q_ends = _sequence_ends("cu_seqlens_q", packing.q_ends, query.shape[2], "max_seqlen_q", longest[0])
-    k_ends = _sequence_ends("cu_seqlens_k", packing.k_ends, key.shape[2], "max_seqlen_k", longest[1])
+    q_ends = sequence_ends("cu_seqlens_q", packing.q_ends, query.shape[2], "max_seqlen_q", longest[0])
+    k_ends = sequence_ends("cu_seqlens_k", packing.k_ends, key.shape[2], "max_seqlen_k", longest[1])
     heads = query.shape[1]
-    values = query.new_zeros(query.shape[2], heads, value.shape[-1])
-    lse = torch.full((heads, query.shape[2]), -torch.inf, dtype=torch.float32, device=query.device)
+    values = packed.empty_output().zero_()
+    lse = torch.full((1, heads, query.shape[2]), -torch.inf, dtype=torch.float32, device=query.device)
     per_sequence: list[Stats | None] = []
     for n in range(packing.count):
         rows, keys = slice(q_ends[n], q_ends[n + 1]), slice(k_ends[n], k_ends[n + 1])
@@ -218,9 +248,9 @@ def _one_at_a_time(
             packing=None,
         )
         run = _run(one, config)
-        values[rows] = run.output.values[0].transpose(0, 1)
+        values[:, :, rows] = run.output.values
         if run.output.lse is not None:
-            lse[:, rows] = run.output.lse[0]
+            lse[:, :, rows] = run.output.lse
         per_sequence.append(run.stats())
     return values, lse, _stack_stats(per_sequence, values) if return_stats else None
 
@@ -312,16 +342,6 @@ def _config(config: SparseConfig | None) -> SparseConfig:
 def _check_ends(name: str, ends: Tensor) -> None:
     if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or len(ends) < 2:
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of at least two sequence ends, not {ends!r}.")
-
-
-def _sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, longest: int) -> list[int]:
-    values: list[int] = ends.tolist()
-    lengths = [end - start for start, end in pairwise(values)]
-    if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
-        raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, not {values}.")
-    if max(lengths) > longest:
-        raise ValueError(f"{longest_name}={longest} is less than the longest sequence, {max(lengths)}.")
-    return values
 
 
 def _stack_stats(per_sequence: list[Stats | None], query: Tensor) -> Stats:

@@ -184,6 +184,32 @@ class BlockMask:
         listed = torch.arange(self.k_blocks, device=dense.device) < counts[..., None]
         return BlockLists(counts, torch.where(listed, order, -1))
 
+    # ---- parts
+
+    def of_keys(self, first: int, last: int, sight: Visibility) -> BlockMask:
+        """Key blocks first ... last as the mask of those keys alone; `sight` is theirs. No bit is unpacked."""
+        (word, shift), count = divmod(first, WORD), last - first
+        words = -(-count // WORD)
+        missing = max(0, word + words + 1 - self.bits.shape[-1])
+        bits = torch.nn.functional.pad(self.bits[..., word : word + words + 1], (0, missing))
+        if shift:
+            low = (bits[..., :-1] >> shift) & ((1 << (WORD - shift)) - 1)  # the sign bit must not spread
+            bits = low | (bits[..., 1:] << (WORD - shift))
+        else:
+            bits = bits[..., :-1].clone()
+        if count % WORD:
+            bits[..., -1] &= (1 << count % WORD) - 1
+        return BlockMask(bits, self.q_len, sight.k_len, self.block, sight)
+
+    @property
+    def kept_columns(self) -> Tensor:
+        """bool [key blocks]: kept for some row of some head of some batch entry."""
+        rows = self.bits.reshape(-1, self.bits.shape[-1])
+        while len(rows) > 1:  # halves at a time, so that no bit is unpacked before one row is left
+            half = -(-len(rows) // 2)
+            rows = torch.cat((rows[: len(rows) - half] | rows[half:], rows[len(rows) - half : half]))
+        return _unpack(rows[0], self.k_blocks)
+
     # ---- measures
 
     @property

@@ -55,6 +55,16 @@ class Signature(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What smoothing and value scales are taken from, where a problem's keys are part of a longer sequence."""
+
+    key: Tensor  # [B, Hkv, n, D]: the tiles of the whole sequence that `quantization.sampled` takes
+    value: Tensor | None  # [B, Hkv, n, Dv]; None where values are not scaled
+    valid: Tensor | None  # bool [B, n]; None: every key is valid
+    value_max: Tensor | None  # float32 [B, Hkv, Dv]: the largest magnitudes of the whole sequence
+
+
+@dataclass(frozen=True)
 class Inputs:
     """One attention problem. Tensors are views of the caller's, with heads before sequence.
 
@@ -69,6 +79,7 @@ class Inputs:
     layout: str
     needs_lse: bool = True
     packing: Packing | None = None
+    sample: Sample | None = None  # None: of these keys and values
 
     @property
     def group_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,3 +51,14 @@ class Packing:
             return counts.new_zeros(heads, self.count).index_add_(1, owner, counts.expand(heads, -1)).T
 
         return per_sequence(kept), per_sequence(visible)
+
+
+def sequence_ends(name: str, ends: Tensor, tokens: int, longest_name: str, longest: int) -> list[int]:
+    """The ends on the host, checked against the tokens there are."""
+    values: list[int] = ends.tolist()
+    lengths = [end - start for start, end in pairwise(values)]
+    if values[0] != 0 or values[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, not {values}.")
+    if max(lengths) > longest:
+        raise ValueError(f"{longest_name}={longest} is less than the longest sequence, {max(lengths)}.")
+    return values

@@ -34,6 +34,7 @@ class Quantized:
     value: Tensor  # fp16 / bf16 ("int8") or e4m3 ("int8-fp8") [B, Hkv, Nk, Dv]
     value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3: powers of two
     lse_term: Tensor | None = None  # float32 [B, Hq, Nq]: scale * q . key_mean, for backends that add it in the kernel
+    values_transposed: bool = False  # value is [B, Hkv, Dv, Nk]
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:
@@ -93,14 +94,28 @@ def _power_below(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def quantize_values(value: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 with one scale per channel, a power of two well above the sample, or from all values if need be."""
-    amax = value.float().abs().amax(2, keepdim=True)
-    scale = (_power_below(sampled(value).abs().amax(2, keepdim=True)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
-    exact = torch.where(torch.isfinite(amax), _power_below(amax) / 128.0, math.nan)
-    scale = torch.where(amax <= FP8_MAX * scale, scale, exact)
-    ratio = torch.nan_to_num(torch.where(scale > 0, value.float() / scale, 0.0))
-    return ratio.to(torch.float8_e4m3fn), scale.squeeze(2)
+def value_max(value: Tensor) -> Tensor:
+    """float32 [B, H, Dv]: the largest magnitude of each channel; NaN and infinity count."""
+    return value.abs().amax(2).float()
+
+
+def value_scale(sample: Tensor, largest: Tensor) -> Tensor:
+    """One per channel, [B, H, Dv]: a power of two well above the sampled values, or from all of them if need be."""
+    return widened((_power_below(sampled(sample).abs().amax(2)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE), largest)
+
+
+def widened(scale: Tensor, largest: Tensor) -> Tensor:
+    """A scale that also holds the largest values; NaN where those are not finite."""
+    exact = torch.where(torch.isfinite(largest), _power_below(largest) / 128.0, math.nan)
+    return torch.where(largest <= FP8_MAX * scale, scale, exact)
+
+
+def quantize_values(value: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """e4m3 with one scale per channel, that of these values unless it is given."""
+    scale = value_scale(value, value_max(value)) if scale is None else scale
+    per_token = scale[:, :, None]
+    ratio = torch.nan_to_num(torch.where(per_token > 0, value.float() / per_token, 0.0))
+    return ratio.to(torch.float8_e4m3fn), scale
 
 
 def sixteen_bit(dtype: torch.dtype) -> torch.dtype:

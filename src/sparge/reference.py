@@ -68,7 +68,8 @@ def summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     v_sums, _ = _segment_sums(inputs.value, keys, valid)
 
     k_sums, k_counts = _whole_blocks(k_sums, b), _whole_blocks(k_counts, b)  # [B, Hkv, key blocks, b, D]
-    key_mean = _sampled_mean(inputs.key, valid)
+    sample = inputs.sample
+    key_mean = _sampled_mean(inputs.key, valid) if sample is None else _sampled_mean(sample.key, sample.valid)
     q_means = _whole_blocks(q_sums, a) / _whole_blocks(q_counts, a).clamp(min=1)
     k_means = k_sums / k_counts.clamp(min=1) - key_mean[:, :, None, None]
     k_means = torch.where(k_means.isfinite(), k_means, torch.nan)  # rows that see it cannot judge, and keep everything
@@ -159,10 +160,19 @@ def _quantize(inputs: Inputs, key_mean: Tensor, mode: str) -> Quantized:
     key, key_scale = fmt.quantize_keys(smoothed)
     value_scale = None
     if mode == "int8-fp8":
-        value, value_scale = fmt.quantize_values(value)
+        value, value_scale = fmt.quantize_values(value, _common_scale(inputs))
     else:
         value = value.to(fmt.sixteen_bit(value.dtype))
     return Quantized(query, query_scale, key, key_scale, key_mean, value, value_scale)
+
+
+def _common_scale(inputs: Inputs) -> Tensor | None:
+    """The value scale of the longer sequence that these values are part of."""
+    sample = inputs.sample
+    if sample is None or sample.value is None or sample.value_max is None:
+        return None
+    few = sample.value if sample.valid is None else torch.where(sample.valid[:, None, :, None], sample.value, 0.0)
+    return fmt.value_scale(few, sample.value_max)
 
 
 # ---- stage 1b: predicted scores, rules, always-kept blocks

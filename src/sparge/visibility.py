@@ -34,6 +34,14 @@ class Visibility:
             == (other.q_len, other.k_len, other.left, other.right, other.device)
         )
 
+    def part(self, rows: range, keys: range) -> Visibility:
+        """The same sight for some rows and keys, each counted from the first of them."""
+        shift = keys.start - rows.start - self.offset + len(keys) - len(rows)
+        left = self.left if self.left >= UNBOUNDED else self.left + shift
+        right = self.right if self.right >= UNBOUNDED else self.right - shift
+        valid = None if self.key_valid is None else self.key_valid[:, keys.start : keys.stop]
+        return Visibility(len(rows), len(keys), self.device, left, right, valid)
+
     def pairs(self, rows: range, keys: range) -> Tensor:
         """bool [B or 1, 1, rows, keys]: which row sees which key."""
         position = torch.arange(rows.start, rows.stop, device=self.device)[:, None] + self.offset

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from sparge.backends import choose
 from sparge.config import SparseConfig
+from sparge.distributed.agreement import refusals_told
+from sparge.distributed.context import in_block
 from sparge.inputs import prepare_inputs
 
 FEW_ROWS = 16  # up to this many query rows (decoding, also speculative) prediction costs more than it saves
@@ -31,6 +33,17 @@ def warn_once(layer: str, reason: str) -> None:
     warnings.warn(f"{layer} stays dense: {reason}", DenseAttentionWarning, stacklevel=2)
 
 
+def refuse_dense_shard(reason: str) -> None:
+    """Dense attention knows nothing of other ranks: a shard's would be wrong, and nobody would notice."""
+    if not in_block():
+        return
+    error = RuntimeError(f"Inside a context_parallel block attention cannot stay dense: {reason}")
+    if torch.compiler.is_compiling():
+        raise error
+    with refusals_told():
+        raise error
+
+
 def refusal(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **arguments: Any) -> str | None:
     """Why sparge.attention would not take this call, or None; `arguments` are its own."""
     if not torch.compiler.is_compiling():  # which has stand-ins for tensors
@@ -48,6 +61,8 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **a
 
 
 def dense_anyway(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **arguments: Any) -> str | None:
-    """Why sparge.attention itself would compute this call dense, or None."""
+    """Why sparge.attention itself would compute this call dense, or None; the length of a shard does not tell."""
+    if in_block():
+        return None
     choice = choose(prepare_inputs(query, key, value, **arguments, needs_lse=False), config)
     return f"{choice.reason}." if choice.backend.name == "dense" else None

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from sparge.api import attention
 from sparge.config import SparseConfig
-from sparge.integrations.fallback import FEW, FEW_ROWS, dense_anyway, refusal
+from sparge.distributed.context import in_block
+from sparge.integrations.fallback import FEW, FEW_ROWS, dense_anyway, refusal, refuse_dense_shard
 
 
 @dataclass
@@ -46,6 +47,7 @@ class _Block:
             operands = (query, key, value, self.config)
             reason = refusal(*operands, **arguments) or dense_anyway(*operands, **arguments)
         if reason is not None:
+            refuse_dense_shard(reason)
             self.calls.dense[reason] += 1
             return torch_attention(query, key, value, **arguments)
         self.calls.sparse += 1
@@ -139,10 +141,13 @@ def _why_dense(query: Any, key: Any, attn_mask: Tensor | None, is_causal: bool) 
     """What torch takes in another sense than sparge, and what is too short to gain."""
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or min(query.dim(), key.dim()) < 2:
         return "query and key must be tensors."  # torch will say so
-    if query.shape[-2] <= FEW_ROWS:
+    sharded = in_block()
+    if query.shape[-2] <= FEW_ROWS and not sharded:
         return FEW + "."
     if is_causal and attn_mask is not None:
         return "what a mask beside is_causal means depends on torch's kernel."
     if is_causal and query.shape[-2] > key.shape[-2]:
         return "is_causal with more rows than keys aligns top-left, which sparge does not."
+    if is_causal and query.shape[-2] != key.shape[-2] and sharded:
+        return "is_causal with unequal lengths aligns top-left, which sparge does not for shards."
     return None

@@ -14,15 +14,25 @@ import torch
 from torch import Tensor
 
 from sparge.backends.triton.dispatch import addresses_of
-from sparge.backends.triton.plans import MaskBits, Operands, attend_plan, prepare_plan, select_plan
+from sparge.backends.triton.plans import (
+    KINDS,
+    MaskBits,
+    Operands,
+    PreparePlan,
+    attend_plan,
+    prepare_plan,
+    select_plan,
+)
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import RULES, SparseConfig
-from sparge.inputs import Inputs
-from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit
+from sparge.inputs import Inputs, Sample
+from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit, widened
 from sparge.stages import Blocks, Output
+from sparge.visibility import Visibility
 
 MAX_FLOAT32_DIM = 128
+SAMPLING = ("SAMPLE", "REPAIR")  # the kinds of preparation that find means and scales
 LARGEST_ROTATION = 128  # done as one product; more channels take a butterfly besides
 
 
@@ -153,24 +163,56 @@ def sequence_ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     if inputs.scale < 0:  # the kernels take a row's largest product for its largest score
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
-    q, valid = inputs.query, inputs.visibility.key_valid
+    q = inputs.query
     plan = prepare_plan(inputs.signature, config, capability(q.device))
     scratch = dict(zip(plan.scratch, pieces(q, torch.float32, *plan.scratch.values()), strict=True))
     blocks = _blocks(inputs, config, plan.sizes, scratch)
-    copied, zeros = blocks.quantized, torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
-    tensors = (
+    tensors = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite)
+    launches = plan.launches
+    if inputs.sample is not None:
+        _sample(inputs, inputs.sample, blocks, config, scratch)
+        launches = tuple(launch for launch, kind in zip(launches, KINDS, strict=False) if kind not in SAMPLING)
+    addresses = addresses_of(tensors)
+    for launch in launches:
+        launch(tensors, addresses)
+    return blocks
+
+
+def _to_prepare(
+    inputs: Inputs, blocks: Blocks, plan: PreparePlan, scratch: dict[str, Tensor], v_finite: Tensor
+) -> tuple[Tensor, ...]:
+    """What the kernels of preparation read and write, in their order."""
+    q, valid, copied = inputs.query, inputs.visibility.key_valid, blocks.quantized
+    zeros = torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
+    return (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
         *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device),
         *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "rotated_mean", "key_mean", "value_scale")),
-        blocks.v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
+        v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
         scratch["q_similarity"], scratch["k_similarity"],
         *((q, q, q) if copied is None else (copied.query, copied.key, copied.value)),
         scratch["query_scale"], scratch["key_scale"], scratch["lse_term"],
     )  # fmt: skip
-    addresses = addresses_of(tensors)
-    for launch in plan.launches:
-        launch(tensors, addresses)
-    return blocks
+
+
+def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig, scratch: dict[str, Tensor]) -> None:
+    """Mean and value scales of the longer sequence that these keys are part of, by the kernel that samples.
+
+    It looks at every tile of up to 63, and a sample has no more. Scales are final: no rank may repair its own.
+    """
+    value = sample.value
+    if value is None:
+        value = inputs.value.new_zeros(1).expand(*sample.key.shape[:3], inputs.value.shape[3])
+    sight = Visibility(inputs.visibility.q_len, sample.key.shape[2], sample.key.device, key_valid=sample.valid)
+    whole = replace(inputs, key=sample.key, value=value, visibility=sight, sample=None)
+    plan = prepare_plan(whole.signature, config, capability(inputs.query.device))
+    unread = inputs.query.new_empty(plan.sizes.rows * plan.sizes.k_slots, dtype=torch.bool)
+    tensors = _to_prepare(whole, blocks, plan, scratch, unread)
+    plan.launches[KINDS.index("SAMPLE")](tensors, addresses_of(tensors))
+    blocks.v_finite.fill_(True)  # which the kernel does for as many keys as it samples from
+    if sample.value_max is not None and blocks.quantized is not None and blocks.quantized.value_scale is not None:
+        scale = blocks.quantized.value_scale
+        scale.copy_(widened(scale, sample.value_max))
 
 
 def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str, Tensor]) -> Blocks:
@@ -189,6 +231,7 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
             key_mean=_shaped(scratch["key_mean"], size.batch, size.kv_heads, size.dim),
             value=v8,
             value_scale=_shaped(scratch["value_scale"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            values_transposed=fp8,
             lse_term=_shaped(scratch["lse_term"], *queries, size.q_tokens) if inputs.needs_lse else None,
         )
     return Blocks(

@@ -13,7 +13,7 @@ from sparge.api import attention
 from sparge.config import SparseConfig
 from sparge.integrations.diffusers.order import Layout
 from sparge.integrations.diffusers.running import Forward, RunningLayer, current
-from sparge.integrations.fallback import FEW_ROWS, refusal, warn_once
+from sparge.integrations.fallback import FEW_ROWS, refusal, refuse_dense_shard, warn_once
 from sparge.integrations.layers import LayerSettings
 from sparge.integrations.torch_sdpa import torch_attention
 from sparge.profile import SETTINGS
@@ -147,6 +147,7 @@ def _for_heads(settings: LayerSettings, first: int, count: int) -> LayerSettings
 
 def _say(layer: RunningLayer, dense: Dense) -> None:
     if dense.reason is not None:
+        refuse_dense_shard(dense.reason)
         warn_once(layer.kind, dense.reason)
 
 

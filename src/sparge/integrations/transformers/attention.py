@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sparge.api import attention
 from sparge.config import SparseConfig
+from sparge.distributed.context import in_block
 from sparge.inputs import Window
-from sparge.integrations.fallback import FEW_ROWS, refusal, warn_once
+from sparge.integrations.fallback import FEW_ROWS, refusal, refuse_dense_shard, warn_once
 from sparge.integrations.layers import LayerSettings
 from sparge.integrations.transformers.mask import PatternMask
 from sparge.visibility import UNBOUNDED, Visibility
@@ -68,13 +69,16 @@ def sparge_attention(
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     settings: LayerSettings = getattr(module, SETTINGS, DEFAULT)
-    if query.shape[2] > FEW_ROWS and settings.config is not None:
+    worth_it = query.shape[2] > FEW_ROWS or in_block()
+    if worth_it and settings.config is not None:
         reason = _special(handed_over, dropout)
         seen = _seen(attention_mask, query, key, causal) if reason is None else reason
         output = seen if isinstance(seen, str) else _sparse(query, key, value, seen, scaling, settings)
         if not isinstance(output, str):
             return output, None
+        refuse_dense_shard(output)
         warn_once(type(module).__name__, output)
+    refuse_dense_shard(f"the profile leaves {type(module).__name__} dense.")
     dense = _eager if handed_over.intersection(EAGER_ONLY) else _sdpa
     return dense(module, query, key, value, attention_mask, dropout, scaling, causal, more)
 
