@@ -20,6 +20,7 @@ from sparge import __version__
 from sparge.backends import BACKENDS
 from sparge.config import SparseConfig
 from sparge.evaluate.cli import eval_language, eval_vision
+from sparge.report.cli import report
 
 app = typer.Typer(
     help="Training-free sparse attention: see what this machine can run, try it on a real model, measure it.",
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("eval")(eval_language)
 app.command("eval-vision")(eval_vision)
+app.command("report")(report)
 
 
 @app.command()
