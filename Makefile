@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST_TRITON := $(VENV)/triton-oldest
 
-.PHONY: test lint types tests gpu-tests sanitize demo bench clean
+.PHONY: test lint types docs drawings tests gpu-tests sanitize demo bench wheel clean
 
-test: lint types tests
+test: lint types docs tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -14,6 +14,12 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev  # the site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+drawings: $(VENV)/.dev
+	$(BIN)/python docs/drawings.py
 
 tests: $(VENV)/.dev $(OLDEST_TRITON)
 	$(BIN)/python -m pytest
