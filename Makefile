@@ -54,5 +54,13 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@ $(VENV)/.demo
 
+wheel: $(VENV)/.dev  # in dist/, tried out in an environment that holds nothing but it and what it needs
+	rm -rf dist build/clean
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	build/clean/bin/python -c "import sparge, torch; x = torch.randn(1, 2, 300, 32); print(sparge.attention(x, x, x).shape)"
+	build/clean/bin/sparge; test $$? -eq 1  # one sentence: the command is an extra
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
