@@ -263,6 +263,24 @@ def test_layers_that_a_profile_leaves_out_say_so(copies: list[str], tmp_path: Pa
     assert any("will not be sparse" in note for note in facts["notes"])
 
 
+def test_layers_that_sparge_cannot_compute_are_told_too(
+    copies: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from copying_model import Words
+    from small_models import built, gemma2
+
+    model = built(lambda: gemma2(softcap=30.0))
+    monkeypatch.setattr(evaluation, "load_model", lambda path, dtype: LanguageModel("capped", model, Words()))
+    page = tmp_path / "page.html"
+    result = run(str(page), *copies, "--config", FEW)
+    assert result.exit_code == 0, result.output
+    facts = data_of(page)
+    assert facts["layers"] == []
+    assert facts["time"] == []
+    assert sum(int(one["count"]) for one in facts["dense_layers"]) == 2
+    assert not any("too short" in note for note in facts["notes"])
+
+
 def test_ctrl_c_keeps_the_layers_that_are_done(
     copies: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +298,7 @@ def test_ctrl_c_keeps_the_layers_that_are_done(
     assert result.exit_code == 130
     assert "interrupted" in result.output
     assert len(data_of(page)["layers"]) == 1
+    assert all("rest" not in way["parts"] for way in data_of(page)["time"])  # most of it would be attention
     assert "The run was interrupted" in page.read_text()
 
 

@@ -59,8 +59,9 @@ class Report:
         }
 
     def time_split(self) -> list[dict[str, Any]]:
-        """Seconds of a prefill both ways by part; `rest` is known where a whole model was timed."""
-        row = next((row for row in self.results["rows"] if row["task"] == "ppl"), None)
+        """Seconds of a prefill both ways by part; `rest` is known where a whole model was timed and looked at."""
+        timed = [] if self.interrupted else self.results["rows"]
+        row = next((row for row in timed if row["task"] == "ppl"), None)
         if not self.layers:
             return []
         dense = {"attention": sum(layer.seconds.dense for layer in self.layers)}
