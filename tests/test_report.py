@@ -207,6 +207,22 @@ def test_a_wrong_option_is_one_sentence(captured: str, tmp_path: Path, options: 
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(captured: str, tmp_path: Path) -> None:
+    result = run(str(tmp_path), "--captured", captured)
+    assert "is a folder; name the page" in str(result.exception)
+    (tmp_path / "file").write_text("")
+    result = run(str(tmp_path / "file" / "page.html"), "--captured", captured)
+    assert str(result.exception).startswith("sparge report: ")
+
+
+def test_broken_tensors_are_one_sentence(tmp_path: Path) -> None:
+    made = {name: randn(seed, 2, 256, 32) for seed, name in enumerate("qkv")}
+    made["k"][0, 7] = torch.nan
+    save_file(made, tmp_path / "broken.safetensors", metadata={"source": "broken"})
+    result = run(str(tmp_path / "page.html"), "--captured", str(tmp_path / "broken.safetensors"), "--config", FEW)
+    assert "broken: its Q, K or V hold NaN" in str(result.exception)
+
+
 # ---- models
 
 

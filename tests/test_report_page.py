@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
 ]
-HEADS, LAYERS = 4, 3
+HEADS, LAYERS, FIRST = 4, 3, 5  # layers go by the number in their names
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     look, order = None, None
     for layer in range(LAYERS):
         q, k, v = (randn(3 * layer + seed, HEADS, 384, 32).cumsum(-2) / 8 for seed in range(3))
-        captured = Captured(q, k, v, False, f"layers.{layer}")
+        captured = Captured(q, k, v, False, f"layers.{layer + FIRST}.attention")
         one, order = look_at_captured(captured, config, torch.device("cpu"), (4, 8, 12), lambda name: None)
         look = one if look is None else look
         look.layers += one.layers if one is not look else []
@@ -94,19 +94,19 @@ def test_the_colours_change_and_so_do_the_pictures(browser: Any, page_file: Path
 
 def test_filters_and_order_hold_for_maps_and_table(browser: Any, page_file: Path) -> None:
     page, said = open_page(browser, page_file)
-    page.fill("#layers", "1-2")
+    page.fill("#layers", "6-7")
     page.fill("#heads", "0, 3")
-    assert layers_of_map(page) == ["1", "2"]
+    assert layers_of_map(page) == ["6", "7"]
     assert page.locator("#table tbody tr").count() == 4
     assert page.inner_text("#shown") == "4 of 12 heads"
     page.fill("#layers", "one")  # not understood: nothing changes but the field's colour
     assert page.locator("#table tbody tr").count() == 4
     assert "wrong" in page.get_attribute("#layers", "class")
     page.click("button[type=reset]")
-    assert layers_of_map(page) == ["0", "1", "2"]
+    assert layers_of_map(page) == ["5", "6", "7"]
     page.select_option("#order", "error")
     worst = page.evaluate("data.layers.map((layer) => Math.max(...layer.error))")
-    assert layers_of_map(page) == [str(n) for n in sorted(range(LAYERS), key=lambda n: -worst[n])]
+    assert layers_of_map(page) == [str(FIRST + n) for n in sorted(range(LAYERS), key=lambda n: -worst[n])]
     assert said == []
 
 
@@ -128,12 +128,12 @@ def test_the_table_sorts_by_any_column(browser: Any, page_file: Path) -> None:
 
 def test_a_cell_tells_its_values_and_shows_its_mask(browser: Any, page_file: Path) -> None:
     page, said = open_page(browser, page_file)
-    cell = page.get_by_label("layer 2, head 1: ").first
+    cell = page.get_by_label("layer 7, head 1: ").first
     cell.hover()
-    assert "layer 2, head 1" in page.inner_text("#tip")
+    assert "layer 7, head 1" in page.inner_text("#tip")
     assert "relative L1" in page.inner_text("#tip")
     cell.click()
-    assert page.inner_text("#chosen").startswith("Layer 2 (layers.2), head 1: ")
+    assert page.inner_text("#chosen").startswith("Layer 7 (layers.7.attention), head 1: ")
     page.hover("#mask", position={"x": 5, "y": 5})
     assert page.inner_text("#patch").startswith("Queries 0 to 63, keys 0 to 31: ")
     page.locator("#strip button").nth(3).click()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +29,7 @@ from sparge.report.page import Report, write_page
 from sparge.report.sources import Grid, Look, look_at_captured, look_at_model
 
 CAPTURED_TOKENS = 4096
+LOOK_COST = 4  # about so many prefills: the progress bar goes by it
 VISION = ("settings", "seeds", "psnr", "worst_psnr", "ssim", "skipped", "speedup")
 
 
@@ -57,7 +59,7 @@ Step = Callable[..., None]  # step(what, advance, total)
 def run_report(request: Request, as_json: bool) -> int:
     """Looks, writes, prints; returns the exit code."""
     console = Console(stderr=as_json)
-    request.out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after
+    _check_writable(request.out)  # before the work, not after
     with progress_on(console) as progress, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", DenseAttentionWarning)
         task = progress.add_task("starting", total=None)
@@ -81,22 +83,29 @@ def run_report(request: Request, as_json: bool) -> int:
     return INTERRUPTED if report.interrupted else 0
 
 
+def _check_writable(page: Path) -> None:
+    if page.is_dir():
+        raise ValueError(f"{page} is a folder; name the page to write, as in {page / 'report.html'}.")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=page.parent):
+        pass
+
+
 def _of_model(request: evaluation.Request, step: Step) -> Report:
     """Both ways over every case first, for quality and times; then the first case once more, looked at from inside."""
     step("loading the model")
     loaded = evaluation.load(request)
     cases = request.cases(loaded.tokenizer)
     evaluation.check_length(loaded, cases)
-    total = sum(len(case.ids) for case in cases) * (1 + len(request.variants))
+    shown: Case = next(case for case in cases if case.task == PPL)
+    per_layer = LOOK_COST * len(shown.ids) // loaded.model.config.num_hidden_layers
+    total = sum(len(case.ids) for case in cases) * (1 + len(request.variants)) + LOOK_COST * len(shown.ids)
     step("reading both ways", total=total)
     variant = request.variants[0]
     results = evaluate(loaded.model, cases, request.variants, name=loaded.name, on_step=step)
     look = Look(interrupted=True)
     if not results.interrupted:
-        shown: Case = next(case for case in cases if case.task == PPL)
-        layers = loaded.model.config.num_hidden_layers
-        step("looking inside", total=total + layers)
-        look = look_at_model(loaded.model, shown.ids, variant, lambda name: step(name, 1))
+        look = look_at_model(loaded.model, shown.ids, variant, lambda name: step(name, per_layer))
     notes = results.notes + [evaluation.why_dense(name) for name in results.all_dense()]
     return Report(
         title=loaded.name,

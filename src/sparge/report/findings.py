@@ -65,6 +65,8 @@ def look_at(run: Run, name: str, side: int) -> LayerFindings:
     stats = run.stats()
     heads, rows, head_dim = inputs.query.shape[1:]
     exact = exact_attention(inputs, config.block)
+    if not bool(exact.values.isfinite().all()):
+        raise ValueError(f"{name}: its Q, K or V hold NaN or infinity, so that there is no error to measure.")
     visible = inputs.visibility.blocks(*config.block).expand_as(exact.mass)
     kept = run.mask.to_dense().expand_as(exact.mass) & visible
     if stats.redone is not None:

@@ -6,8 +6,11 @@ const PARTS = ["prediction", "quantization", "attention", "rest"];
 const INVISIBLE = 255, FULL = 254, DECADES = 6;
 
 // Heads that hold a value, in one list: what the maps and the table show is a selection of it.
+// A layer goes by the number in its name, as in model.layers.7.self_attn, unless two would share one.
+const named = data.layers.map((layer) => Number(layer.name.match(/(?:\.|layer )(\d+)(?:\.|$)/)?.[1] ?? NaN));
+const unique = new Set(named).size === named.length && !named.some(Number.isNaN);
 const heads = data.layers.flatMap((layer, index) => layer.sparsity.map((_, head) => ({
-  layer: index, head, name: layer.name, sparsity: layer.sparsity[head], error: layer.error[head],
+  index, layer: unique ? named[index] : index, head, name: layer.name, sparsity: layer.sparsity[head], error: layer.error[head],
   missed: layer.missed[head], skipped_values: layer.skipped_values[head],
 })));
 const state = { layers: null, heads: null, order: "index", by: "layer", down: false, chosen: null };
@@ -139,7 +142,7 @@ function paint(canvas, picture, values, top) {
 }
 
 function drawPictures() {
-  const one = state.chosen, layer = data.layers[one.layer], picture = decode(layer.pictures[one.head]);
+  const one = state.chosen, layer = data.layers[one.index], picture = decode(layer.pictures[one.head]);
   paint(byId("mask"), picture, picture.kept, FULL);
   paint(byId("mass"), picture, picture.mass, 255);
   byId("chosen").textContent = `Layer ${one.layer} (${one.name}), head ${one.head}: ${percent(one.sparsity)} skipped, `
@@ -147,7 +150,7 @@ function drawPictures() {
     + `Blocks of ${layer.block[0]} x ${layer.block[1]} tokens, ${layer.tokens[0]} x ${layer.tokens[1]} in all.`;
   for (const id of ["mask", "mass"]) byId(id).onpointermove = (event) => readPatch(event, picture, layer);
   byId("strip").replaceChildren(...layer.pictures.map((small, head) => {
-    const canvas = make("canvas"), other = heads.find((each) => each.layer === one.layer && each.head === head);
+    const canvas = make("canvas"), other = heads.find((each) => each.index === one.index && each.head === head);
     paint(canvas, decode(small), decode(small).kept, FULL);
     const button = make("button", { type: "button", className: other === one ? "chosen" : "" }, canvas, `head ${head}: ${percent(other.sparsity, 0)}`);
     button.addEventListener("click", () => choose(other));
