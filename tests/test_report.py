@@ -196,7 +196,8 @@ def test_the_page_needs_nothing_from_outside(captured: str, tmp_path: Path) -> N
         (["--captured", "CAPTURED", "--config", "gap"], "expected NAME=VALUE"),
         (["--grid", "4,8,12"], "--grid is for --captured tokens"),
         (["--device", "tpu"], "--device must be"),
-        (["--config", "gap=4", "--profile", "none"], "none"),
+        (["--config", "gap=4", "--profile", "none"], "one of --config and --profile"),
+        (["--profile", "none"], "none"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(captured: str, tmp_path: Path, options: list[str], words: str) -> None:

@@ -86,6 +86,8 @@ def report(
             source = captured_request(captured, tokens, grid, parse_config(settings), settings, parse_device(device))
         else:
             _refuse({"--grid": grid}, "is for --captured tokens of images or video")
+            if config is not None and profile is not None:
+                raise ValueError("a page shows one of --config and --profile: give only one.")
             tasks = (PPL, NEEDLE) if needles else (PPL,)
             source = ModelRequest(
                 tasks=tasks,
