@@ -251,7 +251,7 @@ def test_a_model_is_looked_at_layer_by_layer(copies: list[str], tmp_path: Path) 
     assert facts["needles"]["depths"] == [0, 0.5]
     assert facts["needles"]["found"]["dense"] == [1, 1]
     dense, sparse = facts["time"]
-    assert dense["whole"] == pytest.approx(sum(dense["parts"].values()), rel=0.5)
+    assert sum(dense["parts"].values()) >= 0.999 * dense["whole"] > 0  # equal, unless a stage took longer alone
     assert set(sparse["parts"]) == {"prediction", "quantization", "attention", "rest"}
     assert facts["dense_layers"] == []
     assert "Every attention layer was computed sparse" in page.read_text()

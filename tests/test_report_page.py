@@ -126,6 +126,20 @@ def test_the_table_sorts_by_any_column(browser: Any, page_file: Path) -> None:
     assert said == []
 
 
+def test_the_keyboard_goes_from_cell_to_cell(browser: Any, page_file: Path) -> None:
+    page, said = open_page(browser, page_file)
+    page.get_by_label("layer 5, head 1: ").first.focus()
+    for key in ("ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert "layer 6, head 2" in page.inner_text("#tip")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#chosen").startswith("Layer 6 ")
+    page.keyboard.press("ArrowUp")  # the focus stays where it was
+    assert "layer 5, head 2" in page.inner_text("#tip")
+    assert page.locator("#map-error button[tabindex='0']").count() == 1
+    assert said == []
+
+
 def test_a_cell_tells_its_values_and_shows_its_mask(browser: Any, page_file: Path) -> None:
     page, said = open_page(browser, page_file)
     cell = page.get_by_label("layer 7, head 1: ").first

@@ -71,13 +71,18 @@ function drawMaps(list) {
       for (const head of columns) cells.push(there.has(head) ? cell(there.get(head), metric) : make("span"));
     }
     map.style.gridTemplateColumns = `max-content repeat(${columns.length}, minmax(15px, 30px))`;
+    const focused = map.contains(document.activeElement);
     map.replaceChildren(...cells);
+    map.onkeydown = (event) => moveFocus(event, columns.length);
+    const entry = map.querySelector("button.chosen") ?? map.querySelector("button");
+    if (entry) entry.tabIndex = 0;
+    if (focused && entry) entry.focus({ preventScroll: true });
     byId("top-" + metric).textContent = shown(metric, tops[metric]);
   }
 }
 
 function cell(one, metric) {
-  const button = make("button", { type: "button" });
+  const button = make("button", { type: "button", tabIndex: -1 });
   button.style.setProperty("--v", Math.min(1, one[metric] / tops[metric]).toFixed(3));
   button.setAttribute("aria-label", `layer ${one.layer}, head ${one.head}: ${shown(metric, one[metric])}`);
   button.classList.toggle("chosen", one === state.chosen);
@@ -86,6 +91,18 @@ function cell(one, metric) {
   button.addEventListener("focus", () => { const at = button.getBoundingClientRect(); tip(describe(one), at.right, at.bottom); });
   for (const end of ["pointerleave", "blur"]) button.addEventListener(end, () => tip(null));
   return button;
+}
+
+// One stop for the Tab key in each map; arrows go from cell to cell.
+function moveFocus(event, columns) {
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
+  const buttons = [...event.currentTarget.querySelectorAll("button")];
+  const next = buttons[buttons.indexOf(event.target) + step];
+  if (!next) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
 }
 
 function tip(text, x = 0, y = 0) {
