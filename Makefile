@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST_TRITON := $(VENV)/triton-oldest
 
-.PHONY: test lint types tests gpu-tests sanitize demo bench clean
+.PHONY: test lint types docs drawings tests gpu-tests sanitize demo bench wheel clean
 
-test: lint types tests
+test: lint types docs tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -14,6 +14,12 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev  # the site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+drawings: $(VENV)/.dev
+	$(BIN)/python docs/drawings.py
 
 tests: $(VENV)/.dev $(OLDEST_TRITON)
 	$(BIN)/python -m pytest
@@ -47,6 +53,14 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@ $(VENV)/.demo
+
+wheel: $(VENV)/.dev  # in dist/, tried out in an environment that holds nothing but it and what it needs
+	rm -rf dist build/clean
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	build/clean/bin/python -c "import sparge, torch; x = torch.randn(1, 2, 300, 32); print(sparge.attention(x, x, x).shape)"
+	build/clean/bin/sparge; test $$? -eq 1  # one sentence: the command is an extra
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,8 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparge import __main__, __version__
+from sparge import __main__, __version__, cli
 from sparge.backends import BACKENDS
+from sparge.bench import captured
 from sparge.cli import app
 from sparge.evaluate import models
 
@@ -58,6 +59,109 @@ def test_demo_without_its_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
 
 def test_demo_refuses_a_document_longer_than_the_model_reads() -> None:
     assert runner.invoke(app, ["demo", "--tokens", "9000"]).exit_code == 2
+
+
+COMMANDS = ("info", "demo", "bench", "capture", "ablate", "tune", "profile", "eval", "eval-vision", "report")
+
+
+def test_every_command_is_in_the_list() -> None:
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_examples_and_speaks_json(command: str) -> None:
+    shown = runner.invoke(app, [command, "--help"]).output
+    assert "Examples:" in shown
+    assert f"sparge {command}" in shown
+    assert "--json" in shown
+
+
+def test_help_tells_exit_codes_and_completion() -> None:
+    shown = runner.invoke(app, ["--help"]).output
+    for word in ("Exit codes", "130", "--install-completion", "--debug"):
+        assert word in shown
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"sparge {__version__}\n")
+
+
+def test_an_option_that_does_not_exist_is_code_2() -> None:
+    assert runner.invoke(app, ["info", "--colour"]).exit_code == 2
+
+
+def fail() -> None:
+    raise ZeroDivisionError("divided\nby zero")
+
+
+def refuse() -> None:
+    try:
+        fail()
+    except ZeroDivisionError as error:
+        sys.exit(f"sparge tune: {error}")
+
+
+def test_an_error_nobody_expected_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["sparge", "tune"])
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main()
+    said = str(stopped.value)
+    assert "ZeroDivisionError at " in said
+    assert "test_cli.py, line " in said
+    assert "divided by zero" in said
+    assert "\n" not in said
+
+
+def test_debug_shows_where_it_comes_from(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparge", "--debug", "tune"])
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        __main__.main()
+    monkeypatch.setattr(cli, "app", refuse)
+    with pytest.raises(SystemExit, match="sparge tune: divided"):
+        __main__.main()
+    assert "in fail" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["sparge", "tune"])
+    with pytest.raises(SystemExit, match="sparge tune: divided"):
+        __main__.main()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("sparge re", ["report"]), ("sparge bench --grid q", ["quick"]), ("sparge tune x --rule c", ["cdf"]),
+     ("sparge eval --task n", ["needle"])],
+)  # fmt: skip
+def test_the_shell_completes(typed: str, offered: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"_SPARGE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    shown = runner.invoke(app, [], env=words, prog_name="sparge").output
+    assert shown.split() == offered
+
+
+def test_ctrl_c_in_the_demo_is_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    from sparge import demo_command
+
+    monkeypatch.setattr(demo_command, "load_smollm2", stop)
+    result = runner.invoke(app, ["demo", "--output", str(tmp_path)])
+    assert result.exit_code == 130
+    assert "Interrupted" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_capture_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    x = torch.zeros(2, 8, 16)
+    monkeypatch.setattr(captured, "capture_smollm2", lambda *_: captured.Captured(x, x[:1], x[:1], True, "made"))
+    result = runner.invoke(app, ["capture", str(tmp_path / "new" / "x.safetensors"), "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert (facts["source"], facts["q"], facts["k"]) == ("made", [2, 8, 16], [1, 8, 16])
 
 
 def test_failed_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

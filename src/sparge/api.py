@@ -292,7 +292,7 @@ def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None, ch
         output = backend.attend(blocks, mask, config)
         judged = (output,) if config.max_error is None else enforce(output, blocks, backend, config)
         run = Run(inputs, choice, mask, *judged)
-    note(run.stats)
+    note(run)
     return run
 
 

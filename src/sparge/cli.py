@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import sys
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,28 +14,65 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sparge import __version__
 from sparge.backends import BACKENDS
-from sparge.config import SparseConfig
+from sparge.bench.cases import GRIDS
+from sparge.config import RULES, SparseConfig
 from sparge.evaluate.cli import eval_language, eval_vision
 from sparge.latency.cli import bench_models
+from sparge.report.cli import report
+
+AS_JSON = typer.Option("--json", help="Print JSON and nothing else.")
 
 app = typer.Typer(
-    help="Training-free sparse attention: see what this machine can run, try it on a real model, measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 done, 1 an error or a wrong result, 2 an option that does not exist or is out of range, "
+    "130 interrupted. Completion of your shell: sparge --install-completion.",
 )
-app.command("bench-models")(bench_models)
-app.command("eval")(eval_language)
-app.command("eval-vision")(eval_vision)
+
+
+def starting_with(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """For the shell's completion; typer goes by the parameter's name."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sparge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Training-free sparse attention: see what this machine can run, try it on a real model, measure it.
+
+    Each command has examples: sparge COMMAND --help
+    """
+    # --debug is looked for in __main__, where errors arrive; --version has been answered already.
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """What this machine has, which backends can run on it, and why the others cannot."""
+def info(as_json: Annotated[bool, AS_JSON] = False) -> None:
+    """What this machine has, which backends can run on it, and why the others cannot.
+
+    Examples:
+
+      sparge info
+
+      sparge info --json
+    """
     facts = {"sparge": __version__, **machine()}
     refusals = {backend: backend.unavailable() for backend in BACKENDS}
     if as_json:
@@ -59,31 +97,51 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1024, max=8192, help="Length of the document.")] = 8192,
     runs: Annotated[int, typer.Option(min=1, max=10, help="Timed passes each way; the best counts.")] = 1,
     output: Annotated[Path, typer.Option(help="Folder for the picture of the masks.")] = Path("sparge-demo"),
+    as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Read a real document with SmolLM2-135M, dense and sparse, and compare time and quality."""
+    """Read a real document with SmolLM2-135M, dense and sparse, and compare time and quality.
+
+    Examples:
+
+      sparge demo
+
+      sparge demo --tokens 4096 --runs 3 --output results
+    """
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf", "matplotlib")):
         sys.exit("sparge demo needs transformers, gguf and matplotlib: pip install 'sparge[demo]'.")
+    from sparge.demo_command import run_demo
+
     try:
-        _run_demo(tokens, runs, output)
+        outcome = run_demo(tokens, runs, output, machine(), as_json)
     except (RuntimeError, OSError) as error:
         sys.exit(f"sparge demo: {error}")
+    raise typer.Exit(outcome)
 
 
 @app.command()
 def bench(
     grid: Annotated[
-        str | None, typer.Option(help="quick, bars, full or cpu. Default: bars with a GPU, else cpu.")
+        str | None,
+        typer.Option(
+            help="quick, bars, full or cpu. Default: bars with a GPU, else cpu.", autocompletion=starting_with(GRIDS)
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 32 on a GPU, 4 on a CPU.")] = None,
     block: Annotated[str | None, typer.Option(metavar="ROWS,KEYS", help="Block of the masks. Default: 128,64.")] = None,
-    backend: Annotated[str | None, typer.Option(help="See sparge info. Default: the best of sparge's kernels.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="See sparge info. Default: the best of sparge's kernels.",
+            autocompletion=starting_with([backend.name for backend in BACKENDS if backend.takes_masks]),
+        ),
+    ] = None,
     captured: Annotated[Path | None, typer.Option(metavar="FILE", help="Adds the mask of real Q, K, V.")] = None,
     without: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave a contender out; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for results.json, table.md, plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Measure sparge against cuDNN, FlashAttention 2, torch SDPA, FlexAttention and SageAttention in one run.
 
@@ -116,10 +174,15 @@ def capture(
     file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     tokens: Annotated[int, typer.Option(min=1024, max=8192, help="Length of the document.")] = 8192,
     layer: Annotated[int, typer.Option(min=0, help="Which layer's Q, K and V.")] = 14,
+    as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Write Q, K and V of one layer of SmolLM2-135M, reading a real document, for `sparge bench --captured`.
+    """Write Q, K and V of one layer of SmolLM2-135M, reading a real document, for bench, ablate and report.
 
-    Example: sparge capture smollm2.safetensors --layer 20
+    Examples:
+
+      sparge capture smollm2.safetensors --layer 20
+
+      sparge report layer20.html --captured smollm2.safetensors
     """
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")):
         sys.exit("sparge capture needs transformers and gguf: pip install 'sparge[demo]'.")
@@ -130,7 +193,11 @@ def capture(
         made = capture_smollm2(file, tokens, layer)
     except (RuntimeError, OSError, ValueError) as error:
         sys.exit(f"sparge capture: {error}")
-    Console().print(f"{file}: {made.source}, q {list(made.query.shape)}, k and v {list(made.key.shape)}")
+    shapes = {"q": list(made.query.shape), "k": list(made.key.shape), "v": list(made.value.shape)}
+    if as_json:
+        print(json.dumps({"file": str(file), "source": made.source, **shapes}, indent=1))
+    else:
+        Console().print(f"{file}: {made.source}, q {shapes['q']}, k and v {shapes['k']}")
 
 
 @app.command()
@@ -141,7 +208,7 @@ def ablate(
         str | None, typer.Option(metavar="FRAMES,HEIGHT,WIDTH", help="The tokens' grid: adds token orders.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for JSON, a Markdown table, a plot.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """What each part of the method skips, and what it costs in error: the paper's ablations on real Q, K and V.
 
@@ -178,7 +245,10 @@ def tune(
         typer.Option(help="model: one error budget for all heads. head: the bound for every head, as in the paper."),
     ] = "model",
     rule: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="threshold, gap, cdf or topk; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="threshold, gap, cdf or topk; repeatable.", autocompletion=starting_with(RULES)
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=128, help="Length of each input.")] = 8192,
     inputs: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs.")] = 5,
@@ -190,7 +260,7 @@ def tune(
         Path | None,
         typer.Option(metavar="PATH", help="A folder of transformers, or a Llama's GGUF file. Default: SmolLM2-135M."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Search settings per layer and head that skip as many blocks as an error bound allows; write them as a profile.
 
@@ -225,11 +295,15 @@ def tune(
 @app.command()
 def profile(
     file: Annotated[Path, typer.Argument(help="A profile.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Show a profile: model, bounds, and what was found for each layer.
 
-    Example: sparge profile smollm2.safetensors
+    Examples:
+
+      sparge profile smollm2.safetensors
+
+      sparge profile smollm2.safetensors --json
     """
     from sparge.tuning.command import show
 
@@ -237,6 +311,12 @@ def profile(
         show(file, as_json)
     except ValueError as error:
         sys.exit(f"sparge profile: {error}")
+
+
+app.command("bench-models")(bench_models)
+app.command("eval")(eval_language)
+app.command("eval-vision")(eval_vision)
+app.command("report")(report)
 
 
 def _version(name: str) -> str | None:
@@ -265,58 +345,3 @@ def machine() -> dict[str, Any]:
         "gpus": gpus,
         **packages,
     }
-
-
-def _run_demo(tokens: int, runs: int, output: Path) -> None:
-    from sparge import demo
-    from sparge.evaluate.models import SMOLLM2_NAME, load_smollm2
-
-    console = Console()
-    output.mkdir(parents=True, exist_ok=True)  # before the work, not after
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"loading {SMOLLM2_NAME}", total=None)
-        model, tokenizer = load_smollm2()
-        layers = model.config.num_hidden_layers
-        reader = demo.Reader(model, on_layer=lambda: progress.advance(task))
-        document = demo.make_document(tokenizer, tokens)
-        warm_up = demo.make_document(tokenizer, 512)
-        progress.update(task, description="warming up", total=2 * layers * (1 + runs))
-        for config in (None, SparseConfig()):
-            reader.read(warm_up, config)
-        progress.update(task, description=f"reading {tokens} tokens, dense")
-        dense = reader.read(document, None, runs)
-        progress.update(task, description=f"reading {tokens} tokens, sparse")
-        sparse = reader.read(document, SparseConfig(), runs)
-    result = demo.summary(document, dense, sparse)
-    title = f"{SMOLLM2_NAME}, {tokens} tokens: {sparse.sparsity:.0%} of visible blocks skipped"
-    console.print(_demo_table(result))
-    demo.draw_masks(reader.recorder.masks(SparseConfig()), output / "masks.png", title)
-    (output / "result.json").write_text(
-        json.dumps({"model": SMOLLM2_NAME, **result, "machine": machine()}, indent=1) + "\n"
-    )
-    console.print(f"Picture of the masks and these numbers: {output / 'masks.png'}, {output / 'result.json'}")
-
-
-def _demo_table(result: dict[str, Any]) -> Table:
-    table = Table("", "dense (torch SDPA)", "sparge", title=f"Prefill of {result['tokens']} tokens")
-    found = ["yes" if result[f"{way}_found_needle"] else "no" for way in ("dense", "sparse")]
-    perplexity = f"{result['sparse_perplexity']:.3f} ({result['perplexity_change']:+.2%})"
-    rows = [
-        ("prefill, whole model", f"{result['dense_seconds']:.2f} s", f"{result['sparse_seconds']:.2f} s"),
-        (
-            "  of which attention",
-            f"{result['dense_attention_seconds']:.2f} s",
-            f"{result['sparse_attention_seconds']:.2f} s",
-        ),
-        ("speed-up, whole model", "", f"{result['speedup']:.2f}x"),
-        ("speed-up, attention", "", f"{result['attention_speedup']:.2f}x"),
-        ("visible blocks skipped", "", f"{result['sparsity']:.1%}"),
-        ("perplexity", f"{result['dense_perplexity']:.3f}", perplexity),
-        ("same most likely next token", "", f"{result['same_best_token']:.1%}"),
-        (f"needle found ({result['answer']})", *found),
-        ("backend", "torch", f"{result['backend']} (quantization: {result['quantization']})"),
-    ]
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sparge.stages import Stats
+
+if TYPE_CHECKING:
+    from sparge.api import Run
 
 
 @dataclass
@@ -16,6 +20,7 @@ class Observed:
     """The calls of one block. Reading the numbers waits for the device."""
 
     calls: list[Stats] = field(default_factory=list)
+    on_run: Callable[[Run], None] | None = None
 
     @property
     def executed(self) -> int:
@@ -37,8 +42,10 @@ _open: ContextVar[Observed | None] = ContextVar("sparge_observed", default=None)
 
 
 @contextmanager
-def observed() -> Iterator[Observed]:
+def observed(on_run: Callable[[Run], None] | None = None) -> Iterator[Observed]:
     """Only in this thread or asyncio task; of nested blocks the innermost counts.
+
+    on_run  is also called with each run: its inputs, mask and output, which a longer memory would have to copy
 
     >>> import sparge, torch
     >>> q = torch.randn(1, 2, 256, 32)
@@ -47,7 +54,7 @@ def observed() -> Iterator[Observed]:
     >>> len(seen.calls), seen.executed, seen.visible
     (1, 16, 16)
     """
-    seen = Observed()
+    seen = Observed(on_run=on_run)
     token = _open.set(seen)
     try:
         yield seen
@@ -59,8 +66,11 @@ def is_observed() -> bool:
     return _open.get() is not None
 
 
-def note(stats: Callable[[], Stats]) -> None:
+def note(run: Run) -> None:
     """Called after each run of the pipeline; without an open block nothing is computed."""
     seen = _open.get()
-    if seen is not None:
-        seen.calls.append(stats())
+    if seen is None:
+        return
+    seen.calls.append(run.stats())
+    if seen.on_run is not None:
+        seen.on_run(run)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from sparge.evaluate.tasks import NEEDLE, PPL, TASKS
+
 CONFIG = typer.Option(
     metavar="SETTINGS", help="As in gap=6,quantization=none or rule=topk,topk=0.3; repeatable. Default: the default."
 )
@@ -16,11 +18,18 @@ OUT = typer.Option(metavar="DIR", help="Folder for JSON, Markdown and pictures."
 AS_JSON = typer.Option("--json", help="Print JSON and nothing else.")
 
 
+def matching_tasks(incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    return [name for name in TASKS if name.startswith(incomplete)]
+
+
 def eval_language(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="ppl, needle, multivalue, tracking or greedy; repeatable. Default: ppl, needle."
+            metavar="NAME",
+            help="ppl, needle, multivalue, tracking or greedy; repeatable. Default: ppl, needle.",
+            autocompletion=matching_tasks,
         ),
     ] = None,
     tokens: Annotated[str, typer.Option(metavar="N,N,...", help="Lengths to read.")] = "4096",
@@ -89,7 +98,6 @@ def eval_language(
         sys.exit("sparge eval needs transformers, and gguf for GGUF files and SmolLM2: pip install 'sparge[eval]'.")
     from sparge.evaluate.command import Request, details_for, run_eval
     from sparge.evaluate.settings import parse_counts, parse_device, parse_dtype, variants_of
-    from sparge.evaluate.tasks import NEEDLE, PPL
     from sparge.evaluate.texts import read_texts
 
     try:
@@ -162,7 +170,7 @@ def eval_vision(
             out.mkdir(parents=True, exist_ok=True)  # before the work, not after
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"sparge eval-vision: {error}")
-    try:  # what goes wrong inside FILE.py keeps its traceback
+    try:  # what goes wrong inside FILE.py is said with its line, by __main__
         outcome = run_eval_vision(request, out, as_json)
     except SampleError as error:
         sys.exit(f"sparge eval-vision: {error}")

@@ -118,9 +118,9 @@ def run_eval(request: Request, out: Path | None, as_json: bool) -> int:
     with progress_on(console) as progress, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", DenseAttentionWarning)
         task = progress.add_task("loading the model", total=None)
-        loaded = _load(request)
+        loaded = load(request)
         cases = request.cases(loaded.tokenizer)
-        _check_length(loaded, cases)
+        check_length(loaded, cases)
         total = sum(len(case.ids) for case in cases) * (1 + len(request.variants))
         progress.update(task, description="starting", total=total)
 
@@ -128,16 +128,16 @@ def run_eval(request: Request, out: Path | None, as_json: bool) -> int:
             progress.update(task, description=what, advance=tokens)
 
         results = evaluate(loaded.model, cases, request.variants, name=loaded.name, journal=journal, on_step=on_step)
-    results.about = _about(request, loaded)
+    results.about = about(request, loaded)
     results.notes += list(dict.fromkeys(str(one.message) for one in said))
-    results.notes += [_why_dense(variant) for variant in results.all_dense()]
+    results.notes += [why_dense(variant) for variant in results.all_dense()]
     _show(results, len(cases), out, console, as_json)
     if journal is not None and not results.interrupted:
         journal.unlink()
     return INTERRUPTED if results.interrupted else 0
 
 
-def _load(request: Request) -> LanguageModel:
+def load(request: Request) -> LanguageModel:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # there is one already
@@ -148,14 +148,14 @@ def _load(request: Request) -> LanguageModel:
     return loaded
 
 
-def _check_length(loaded: LanguageModel, cases: list[Case]) -> None:
+def check_length(loaded: LanguageModel, cases: list[Case]) -> None:
     longest = getattr(loaded.model.config, "max_position_embeddings", None)
     needed = max(len(case.ids) + case.new_tokens for case in cases)
     if longest is not None and needed > longest:
         raise ValueError(f"{loaded.name} reads at most {longest} tokens, not {needed}; see --tokens and --yarn.")
 
 
-def _about(request: Request, loaded: LanguageModel) -> dict[str, Any]:
+def about(request: Request, loaded: LanguageModel) -> dict[str, Any]:
     rope = "" if request.yarn is None else f", YaRN x{request.yarn:g}"
     return {
         "command": shlex.join(["sparge", *sys.argv[1:]]),
@@ -167,7 +167,7 @@ def _about(request: Request, loaded: LanguageModel) -> dict[str, Any]:
     }
 
 
-def _why_dense(variant: str) -> str:
+def why_dense(variant: str) -> str:
     return (
         f"{variant}: every call was left to dense attention, as too short to gain on this device; to judge sparse "
         "attention all the same, name a number format, as in --config quantization=none."
