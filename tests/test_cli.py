@@ -61,7 +61,19 @@ def test_demo_refuses_a_document_longer_than_the_model_reads() -> None:
     assert runner.invoke(app, ["demo", "--tokens", "9000"]).exit_code == 2
 
 
-COMMANDS = ("info", "demo", "bench", "capture", "ablate", "tune", "profile", "eval", "eval-vision", "report")
+COMMANDS = (
+    "info",
+    "demo",
+    "bench",
+    "bench-models",
+    "capture",
+    "ablate",
+    "tune",
+    "profile",
+    "eval",
+    "eval-vision",
+    "report",
+)
 
 
 def test_every_command_is_in_the_list() -> None:
