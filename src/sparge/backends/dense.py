@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparge.block_mask import BlockMask
@@ -119,7 +118,11 @@ class DensePlan:
             )
             output: Tensor = result[0]
             return output
-        bias = None if self.lower_right is None else causal_lower_right(*self.lower_right)
+        bias = None
+        if self.lower_right is not None:
+            from torch.nn.attention.bias import causal_lower_right  # which imports torch's compiler, a second
+
+            bias = causal_lower_right(*self.lower_right)
         return scaled_dot_product_attention(
             query, key, value, bias, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
         )

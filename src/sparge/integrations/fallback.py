@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,16 @@ class DenseAttentionWarning(UserWarning):
     """Attention that sparge was asked for is computed dense; the message says why."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """As torch.compiler.assume_constant_result, whose mere use imports the compiler: more than a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
 def warn_once(layer: str, reason: str) -> None:
     """Once per kind of layer and reason; under torch.compile while it traces."""
     if (layer, reason) in _said:

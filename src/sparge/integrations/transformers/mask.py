@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from sparge.integrations.fallback import FEW_ROWS
+from sparge.integrations.fallback import FEW_ROWS, constant_when_compiled
 from sparge.integrations.transformers.interface import calls_interface
 from sparge.library import is_traced
 from sparge.visibility import UNBOUNDED, Visibility
@@ -120,7 +120,7 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
     return PatternMask(pattern)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _check_reader(config: type) -> None:
     """Refuse models that take any implementation's name, but compute attention themselves and cannot read our masks."""
     home = config.__module__.replace("configuration_", "modeling_")
