@@ -65,6 +65,14 @@ def test_what_must_be_refused_is_refused_after_a_good_call_too():
     sparge.attention(q, k, v)
     with pytest.raises(RuntimeError, match="requires grad"):
         sparge.attention(q.clone().requires_grad_(), k, v)
+    sparge.attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True, window=(1, 0))
+    good = {"is_causal": True, "scale": 1.0, "enable_gqa": True, "window": (1, 0)}
+    for name, bad in (("is_causal", 1), ("scale", True), ("enable_gqa", 1), ("window", (True, 0))):
+        with pytest.raises((TypeError, ValueError), match=name):
+            sparge.attention(q, k, v, **{**good, name: bad})
+    for name, bad in (("return_lse", 0), ("return_stats", 0), ("dropout_p", None)):
+        with pytest.raises((TypeError, ValueError), match=name):
+            sparge.attention(q, k, v, **{name: bad})
     with pytest.raises(TypeError, match="config must be"):
         sparge.attention(q, k, v, config={})
     with pytest.raises(ValueError, match="dropout_p"):

@@ -60,7 +60,7 @@ def kind_of_call(
 ) -> Hashable:
     """Equal for two calls only if whatever was found out about one holds for the other; None: look at it anew."""
     tensors = (query, key, value)
-    if attn_mask is not None or dropout_p or any(type(x) is not Tensor or x.requires_grad for x in tensors):
+    if attn_mask is not None or dropout_p != 0.0 or any(type(x) is not Tensor or x.requires_grad for x in tensors):
         return None
     if any(x.layout != torch.strided or x.is_nested or x.is_neg() for x in tensors):
         return None
@@ -72,6 +72,8 @@ def kind_of_call(
         query.dtype, key.dtype, value.dtype, device, key.device, value.device,
         query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
         is_causal, scale, enable_gqa, config, window, layout, return_lse,
+        # 1 equals True, and is refused where True is not
+        *map(type, (is_causal, scale, enable_gqa, return_lse, *(window if isinstance(window, tuple) else ()))),
         device.type == "cuda" and torch.cuda.is_current_stream_capturing(), backends.BACKENDS,
     )  # fmt: skip
     try:
