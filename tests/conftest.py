@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 from sparge import calls
+from sparge.integrations import fallback
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter
@@ -23,6 +24,7 @@ settings.load_profile("sparge")
 def seeded():
     torch.manual_seed(0)
     calls.forget()  # what a test has replaced may have been found out before
+    fallback._said.clear()  # warnings are given once
 
 
 @pytest.fixture

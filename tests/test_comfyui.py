@@ -11,15 +11,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
-from sparge.integrations import comfyui, fallback
+from sparge.integrations import comfyui
 
 EXACT = {"gap": 50.0, "threshold": 0.0}
 pytestmark = [pytest.mark.filterwarnings("error::sparge.DenseAttentionWarning"), pytest.mark.usefixtures("one_thread")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_said_yet() -> None:
-    fallback._said.clear()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from small_diffusers import SMALL, TEXT, Small, ids, output
 from torch import Tensor
 
 import sparge
-from sparge.integrations import fallback
 from sparge.integrations.diffusers import backend, families
 from sparge.integrations.diffusers.order import Layout
 
@@ -22,11 +21,6 @@ pytestmark = [
 ]
 MODELS = pytest.mark.parametrize("one", SMALL.values(), ids=SMALL)
 SPARSE = sparge.SparseConfig(rule="topk", topk=0.1, block=(64, 32), sinks=0, quantization="none")
-
-
-@pytest.fixture(autouse=True)
-def nothing_said_yet() -> None:
-    fallback._said.clear()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from small_diffusers import SMALL, Small, diffusers, output
 from torch import Tensor
 
 import sparge
-from sparge.integrations import fallback
 from sparge.integrations.diffusers import backend, families, running
 from sparge.integrations.diffusers.steps import Steps
 from sparge.profile import LayerProfile, Profile, ProfileError
@@ -29,11 +28,6 @@ pytestmark = [
 MODELS = pytest.mark.parametrize("one", SMALL.values(), ids=SMALL)
 WAN, FLUX = SMALL["wan"], SMALL["flux"]
 SPARSE = sparge.SparseConfig(rule="topk", topk=0.1, block=(64, 32), sinks=0, quantization="none")
-
-
-@pytest.fixture(autouse=True)
-def nothing_said_yet() -> None:
-    fallback._said.clear()
 
 
 @pytest.fixture

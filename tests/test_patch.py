@@ -16,7 +16,6 @@ from small_models import built, image_inputs, left_padding, output, tokens
 from torch import Tensor
 
 import sparge
-from sparge.integrations import fallback
 from sparge.integrations.transformers import attention as module
 from sparge.integrations.transformers import registration
 from sparge.profile import LayerProfile, Profile, ProfileError
@@ -29,11 +28,6 @@ pytestmark = [
 ]
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 SPARSE = sparge.SparseConfig(rule="topk", topk=0.2, block=(64, 32), sinks=0, quantization="none")
-
-
-@pytest.fixture(autouse=True)
-def nothing_said_yet() -> None:
-    fallback._said.clear()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from small_models import LENGTH, WINDOW, built, image_inputs, left_padding, outp
 from torch import Tensor
 
 import sparge
-from sparge.integrations import fallback
 from sparge.integrations.transformers import attention as module
 
 transformers = small.transformers
@@ -40,11 +39,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(module, "attention", attention)
     return counted
-
-
-@pytest.fixture(autouse=True)
-def nothing_said_yet() -> None:
-    fallback._said.clear()
 
 
 def close(got: Tensor, want: Tensor, valid: Tensor | None = None) -> None:
