@@ -117,6 +117,7 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
+    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
     ticket: gl.shared_memory_descriptor  # [2, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -128,10 +129,11 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ones, exact, ticket, slots,
+        self, q, k, v, ones, exact, votes, ticket, slots,
         q_full, q_empty, full, empty, ticket_full, ticket_empty,
     ):  # fmt: skip
         self.q, self.k, self.v, self.ones, self.exact, self.ticket, self.slots = q, k, v, ones, exact, ticket, slots
+        self.votes = votes
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
         self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
 
@@ -549,7 +551,20 @@ def union(a, b):
 
 
 @gluon.jit
-def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, BK: gl.constexpr):
+def of_all_rows(flags, board):
+    """The union of the rows' flags, in every thread of the warpgroup: one instruction per warp, then four words."""
+    flags = gl.inline_asm_elementwise(
+        "{ .reg .b32 x; or.b32 x, $2, $3; redux.sync.or.b32 x, x, 0xffffffff; mov.b32 $0, x; mov.b32 $1, x; }",
+        "=r,=r,r,r", [flags], dtype=gl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
+    board.store(flags)
+    WARPS: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    words = board.reshape([4, ROWS // 4]).slice(0, 1, 1).load(WARPS)
+    return gl.reduce(gl.reduce(words, 0, union), 0, union)
+
+
+@gluon.jit
+def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, board, BK: gl.constexpr):
     """The second stage's choice for a warpgroup: the rows' best; units it wants (1, 2: a, b); blocks it could skip.
 
     Whatever is not below lam is wanted, NaN too. A block is judged after those before it.
@@ -569,7 +584,7 @@ def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, BK
     a_asks = a_sees & ((a_top - after_a >= lam) | (a_top != a_top) | (a_factor != a_factor))
     b_asks = b_sees & ((b_top - after_b >= lam) | (b_top != b_top) | (b_factor != b_factor))
     votes = a_asks.to(gl.int32) + 2 * b_asks.to(gl.int32) + 4 * a_sees.to(gl.int32) + 8 * b_sees.to(gl.int32)
-    votes = gl.reduce(votes, 0, union)
+    votes = of_all_rows(votes, board)
     wanted = (votes & 3) | needed
     idle = (votes >> 2) & ~wanted
     return after_b, wanted, (idle & 1) + (idle >> 1) if BK == 64 else idle & 1
@@ -589,7 +604,7 @@ def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
 
 
 @gluon.jit
-def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, MASK: gl.constexpr):
+def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.constexpr, p, s, MASK: gl.constexpr):
     """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage, parity = ring(c, p)
     mbarrier.wait(s.full.index(stage), parity)
@@ -606,7 +621,9 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, M
             a_sees = a_sees & some_shown(a_hidden)
             b_sees = b_sees & some_shown(b_hidden)
         a_factor, b_factor = q_scale * x.a_scale, q_scale * x.b_scale
-        best_now, wanted, idle = wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, x.needed, p.BK)
+        best_now, wanted, idle = wanted_units(
+            a, b, a_factor, b_factor, a_sees, b_sees, best, lam, x.needed, s.votes.index(wg), p.BK
+        )
         skipped += idle
         if wanted != 0:
             a_p = probabilities(a, a_factor, best_now + gl.where((wanted & 1) != 0, -P_SHIFT, float("inf")))
@@ -660,7 +677,7 @@ def fold_steps(
             for step in range(begin, end):
                 following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
                 acc, total, best, skipped = fold_step(
-                    acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, p, s, MASK
+                    acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, wg, p, s, MASK
                 )
                 x = following
             if begin > 0:
@@ -905,7 +922,7 @@ def attend(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
-        ones, exact,
+        ones, exact, gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip

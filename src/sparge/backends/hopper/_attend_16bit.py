@@ -60,6 +60,7 @@ class Shared:
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, 128, D]
     v: gl.shared_memory_descriptor  # [2 STAGES, 1, 1, 64, DVP]
     rows: gl.shared_memory_descriptor  # [WGS, 64, DVP]: on their way out
+    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
     ticket: gl.shared_memory_descriptor  # [2, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -71,9 +72,10 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, rows, ticket, slots, q_full, q_empty, full, empty, ticket_full, ticket_empty
+        self, q, k, v, rows, votes, ticket, slots, q_full, q_empty, full, empty, ticket_full, ticket_empty
     ):  # fmt: skip
-        self.q, self.k, self.v, self.rows, self.ticket, self.slots = q, k, v, rows, ticket, slots
+        self.q, self.k, self.v, self.rows, self.votes = q, k, v, rows, votes
+        self.ticket, self.slots = ticket, slots
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
         self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
 
@@ -185,7 +187,24 @@ def broken(scores):
 
 
 @gluon.jit
-def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, INT8: gl.constexpr, MASK: gl.constexpr):
+def fold_step(
+    acc,
+    total,
+    best,
+    skipped,
+    q,
+    rows,
+    q_scale,
+    lam,
+    x,
+    c,
+    t,
+    wg: gl.constexpr,
+    p,
+    s,
+    INT8: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage, parity = ring(c, p)
     mbarrier.wait(s.full.index(stage), parity)
@@ -206,7 +225,9 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, I
         if not INT8:
             a_judged += broken(a)
             b_judged += broken(b)
-        best_now, wanted, idle = wanted_units(a, b, a_judged, b_judged, a_sees, b_sees, best, lam, x.needed, p.BK)
+        best_now, wanted, idle = wanted_units(
+            a, b, a_judged, b_judged, a_sees, b_sees, best, lam, x.needed, s.votes.index(wg), p.BK
+        )
         skipped += idle
         if wanted != 0:
             a_p = probabilities(a, a_factor, best_now + gl.where((wanted & 1) != 0, 0.0, float("inf")))
@@ -230,7 +251,23 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, p, s, I
 
 @gluon.jit
 def fold_steps(
-    acc, total, best, skipped, q, rows, q_scale, lam, t, first, last, c, p, s, INT8: gl.constexpr, MASK: gl.constexpr
+    acc,
+    total,
+    best,
+    skipped,
+    q,
+    rows,
+    q_scale,
+    lam,
+    t,
+    first,
+    last,
+    c,
+    wg: gl.constexpr,
+    p,
+    s,
+    INT8: gl.constexpr,
+    MASK: gl.constexpr,
 ):
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile."""
     if first < last:
@@ -238,7 +275,7 @@ def fold_steps(
         for step in range(first, last):
             following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
             acc, total, best, skipped = fold_step(
-                acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, p, s, INT8, MASK
+                acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, wg, p, s, INT8, MASK
             )
             x = following
     return acc, total, best, skipped
@@ -297,13 +334,13 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg).reshape([ROWS, p.D])
         acc, total, best, skipped = fold_steps(
-            acc, total, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, p, s, INT8, True
+            acc, total, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, INT8, True
         )
         if not p.MASK_ALL:
             # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
             q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg).reshape([ROWS, p.D])
             acc, total, best, skipped = fold_steps(
-                acc, total, best, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, p, s, INT8, False
+                acc, total, best, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s, INT8, False
             )
         if p.SECOND:
             note_skips(skipped, t, wg, p)
@@ -350,6 +387,7 @@ def attend(
         gl.allocate_shared_memory(k_boxes.dtype, [STAGES, 1, 1, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(v_boxes.dtype, [2 * STAGES, 1, 1, UNIT, DVP], v_boxes.layout),
         gl.allocate_shared_memory(OUT.dtype.element_ty, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
