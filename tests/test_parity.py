@@ -357,11 +357,16 @@ LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every ro
 }
 
 
-@pytest.mark.parametrize("name", LONG_SELECTIONS)
-def test_triton_selects_among_many_blocks(name, poisoned):
+@pytest.mark.parametrize(("name", "stored"), [*((x, True) for x in LONG_SELECTIONS), ("full", False), ("topk", False)])
+def test_triton_selects_among_many_blocks(name, stored, poisoned, monkeypatch):
     triton = BY_NAME["triton"]
     if triton.unavailable():
         pytest.skip(triton.unavailable())
+    from sparge.backends.triton import plans
+
+    if not stored:  # as for problems too long to keep the weights of
+        monkeypatch.setattr(plans, "WEIGHT_BYTES", 0)
+    plans.select_plan.cache_clear()
     sight, config, q_len, k_len = LONG_SELECTIONS[name]
     inputs = problem(*tensors(7, heads=1, q_len=q_len, k_len=k_len, dim=32, contrast=6.0), **sight)
     want = reference.select(reference.summarize(inputs, config), config)

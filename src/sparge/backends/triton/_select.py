@@ -1,9 +1,10 @@
 """Selection: predicted scores, rules and always-kept blocks in registers; one bit per block leaves.
 
-A program owns ROWS sub-rows (ROWS / Q_SUBS query blocks) of one head and walks the key blocks CHUNK at a time. Scores
-are never stored: each walk computes them again with the tensor core, which costs less than writing and reading them.
-They are kept as exponentials relative to the row's best sub-score, so no logarithm is needed; a block more than 2^126
-times less likely than the best counts as impossible.
+A program owns ROWS sub-rows (ROWS / Q_SUBS query blocks) of one head and walks the key blocks CHUNK at a time. The
+first walk computes the blocks' weights: means of exponentials relative to the row's best sub-score, so that no
+logarithm is needed; a block more than 2^126 times less likely than the best counts as impossible. Where there is room
+(STORED) it leaves them, relative to the best so far, in scratch that later walks find in L2; else those compute them
+again.
 
 TopCdf and top-k need a cut-off that no single walk gives. It is found bit by bit: non-negative floats order like
 their bits, so 31 walks find it exactly, without a sort.
@@ -82,6 +83,25 @@ def block_weights(
 
 
 @triton.jit
+def store_weights(WEIGHTS, SHIFTS, first, weight, shift):
+    """Weights of a chunk, and what they are relative to."""
+    r, n = tl.arange(0, weight.shape[0]), tl.arange(0, weight.shape[1])
+    chunk = first // weight.shape[1]
+    place = WEIGHTS + chunk * (weight.shape[0] * weight.shape[1])
+    tl.store(place + r[:, None] * weight.shape[1] + n[None, :], weight)
+    tl.store(SHIFTS + chunk * weight.shape[0] + r, shift)
+
+
+@triton.jit
+def stored_weights(WEIGHTS, SHIFTS, first, shift, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Weights of a chunk relative to `shift`."""
+    r, n = tl.arange(0, ROWS), tl.arange(0, CHUNK)
+    chunk = first // CHUNK
+    weight = tl.load(WEIGHTS + chunk * (ROWS * CHUNK) + r[:, None] * CHUNK + n[None, :])
+    return weight * tl.exp2(tl.load(SHIFTS + chunk * ROWS + r) - shift)[:, None]
+
+
+@triton.jit
 def similar_blocks(K_SIMILARITY, first, blocks, theta, CHUNK: tl.constexpr):
     block = first + tl.arange(0, CHUNK)
     return tl.load(K_SIMILARITY + block, mask=block < blocks, other=1.0) >= theta
@@ -111,10 +131,10 @@ def pack_words(keep):
 
 @triton.jit
 def measure_chunk(
-    best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, theta,
+    best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, WEIGHTS, SHIFTS, theta,
     first, k_blocks, k_slots, k_len, scale,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, K_SUBS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, STORED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Fold a chunk of blocks into each row's best sub-score, and total and largest weight relative to it.
 
@@ -129,6 +149,7 @@ def measure_chunk(
         if JUDGE:
             judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
     weight = tl.zeros([ROWS, CHUNK], tl.float32)
+    shift = tl.zeros([ROWS], tl.float32)
     for part in range(K_SUBS // PART):
         scores = sub_scores(
             query, K_MEANS, FILLED, first, part * PART, k_blocks, k_slots, k_len,
@@ -146,25 +167,30 @@ def measure_chunk(
     weight = weight * mean_factor(FILLED, first, k_blocks, k_len, BK, K_SUBS, CHUNK, HAS_VALID, WHOLE)[None, :]
     if not WHOLE:
         weight = tl.where(judged, weight, 0.0)
+    if STORED:
+        store_weights(WEIGHTS, SHIFTS, first, weight, shift)
     return best, total + tl.sum(weight, 1), tl.maximum(peak, tl.max(weight, 1)), visible
 
 
 @triton.jit
 def keep_chunk(
-    query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED, theta,
-    row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
+    query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
+    WEIGHTS, SHIFTS, theta, row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
-    RIGHT_EDGE: tl.constexpr, WHOLE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr, STORED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of a chunk are kept, packed: what any sub-row claims, and what is always kept."""
     QUERY_BLOCKS: tl.constexpr = query.shape[0] // Q_SUBS
     block = first + tl.arange(0, CHUNK)
     inside = block < k_blocks
-    weight = block_weights(
-        query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
-        D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
-    )  # fmt: skip
+    if STORED:
+        weight = stored_weights(WEIGHTS, SHIFTS, first, shift, query.shape[0], CHUNK)
+    else:
+        weight = block_weights(
+            query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
+            D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
+        )  # fmt: skip
     claimed = ~(weight < cut[:, None]) | broken[:, None]
     column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
     if not WHOLE:
@@ -188,7 +214,7 @@ def keep_chunk(
 
 
 LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "k_slots", "words", "left",
-           "right", "sinks", "tiles", "first_row", "rows", "k_blocks", "bits_batch",
+           "right", "sinks", "tiles", "chunks", "first_row", "rows", "k_blocks", "bits_batch",
            "bits_head"]  # fmt: skip
 
 
@@ -197,13 +223,15 @@ def select(
     Q_MEANS, K_MEANS, FILLED, BEFORE, Q_ENDS, K_ENDS,  # inputs; BEFORE: valid keys before each position [B, Nk + 1]
     V_FINITE, Q_SIMILARITY, K_SIMILARITY, Q_PROTECTED, K_PROTECTED,
     THRESHOLD, GAP, CDF, TOPK, THETA,  # settings per query head
+    WEIGHTS, SHIFTS,  # scratch: float32 [programs, chunks, ROWS, CHUNK], [programs, chunks, ROWS]
     BITS,  # output: int32 [BH, query blocks, words]
-    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_slots, words, left, right, sinks, tiles, scale,
+    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_slots, words, left, right, sinks, tiles, chunks,
+    scale,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
     RIGHT_EDGE: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
-    PACKED: tl.constexpr, KEEP_ALL: tl.constexpr,
+    PACKED: tl.constexpr, KEEP_ALL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS sub-rows of one head."""
     QUERY_BLOCKS: tl.constexpr = ROWS // Q_SUBS
@@ -229,6 +257,10 @@ def select(
     if HAS_VALID:
         FILLED += batch * K_SUBS * k_blocks
         BEFORE += batch * (k_len + 1)
+
+    if STORED:
+        WEIGHTS += tl.program_id(0).to(tl.int64) * chunks * (ROWS * CHUNK)
+        SHIFTS += tl.program_id(0).to(tl.int64) * chunks * ROWS
 
     # This program's sub-rows, and the keys each may see.
     sub_row = tile * ROWS + tl.arange(0, ROWS)
@@ -257,14 +289,16 @@ def select(
         edge = tl.maximum(tl.where(tl.max(low, 0) == 0, tl.min(high, 0) // (CHUNK * BK) * CHUNK, begin), begin)
     for first in range(begin, edge, CHUNK):
         best, total, peak, visible = measure_chunk(
-            best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, theta,
-            first, k_blocks, k_slots, k_len, scale, D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, True,
+            best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, WEIGHTS, SHIFTS, theta,
+            first, k_blocks, k_slots, k_len, scale, D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, STORED, True,
         )  # fmt: skip
     for first in range(edge, end, CHUNK):
         best, total, peak, visible = measure_chunk(
-            best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, theta,
-            first, k_blocks, k_slots, k_len, scale, D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, False,
+            best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, WEIGHTS, SHIFTS, theta,
+            first, k_blocks, k_slots, k_len, scale, D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, STORED, False,
         )  # fmt: skip
+    if STORED:
+        tl.debug_barrier()  # every thread's weights are written before another reads them
     shift = tl.where(best == float("-inf"), 0.0, best)
     # A sum that is not finite cannot be judged: everything the row sees is kept.
     broken = ~(total < float("inf"))
@@ -294,10 +328,13 @@ def select(
                 judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
                 if JUDGE:
                     judged = judged & similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)[None, :]
-                weight = block_weights(
-                    query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
-                    D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, False,
-                )  # fmt: skip
+                if STORED:
+                    weight = stored_weights(WEIGHTS, SHIFTS, first, shift, ROWS, CHUNK)
+                else:
+                    weight = block_weights(
+                        query, K_MEANS, FILLED, shift, first, k_blocks, k_slots, k_len, scale,
+                        D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, False,
+                    )  # fmt: skip
                 bits = weight.to(tl.int32, bitcast=True)
                 if USE_CDF:
                     mass += tl.sum(tl.where(judged & (bits >= (mass_cut + digit)[:, None]), weight, 0.0), 1)
@@ -328,17 +365,17 @@ def select(
     whole = tl.where(begin == 0, edge, 0)
     for first in range(0, whole, CHUNK):
         packed = keep_chunk(
-            query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED, theta,
-            row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
-            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, True,
+            query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
+            WEIGHTS, SHIFTS, theta, row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks,
+            scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, True,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
         tl.store(place[:, None] + word[None, :], packed, mask=(query_block < q_blocks)[:, None])
     for first in range(whole, k_blocks, CHUNK):
         packed = keep_chunk(
-            query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED, theta,
-            row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
-            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, False,
+            query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
+            WEIGHTS, SHIFTS, theta, row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks,
+            scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, False,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
         tl.store(

@@ -254,6 +254,7 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     size = plan.sizes
     bits = q.new_empty(size.entries, size.heads, size.q_slots, plan.words, dtype=torch.int32)
     filled, before = q, q
+    scratch = pieces(q, torch.float32, plan.weights, plan.shifts) if plan.weights else (q, q)
     if sight.key_valid is not None:
         filled = blocks.k_filled.contiguous().view(torch.int8)
         before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
@@ -262,7 +263,7 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
         *(setting(config, name, inputs, name in config.rule) for name in RULES),
-        setting(config, "similarity", inputs, config.similarity is not None), bits,
+        setting(config, "similarity", inputs, config.similarity is not None), *scratch, bits,
     )  # fmt: skip
     plan.launch(tensors, addresses_of(tensors))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]

@@ -20,6 +20,7 @@ from sparge.quantization import KEYS_PER_SCALE
 LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
 KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
+WEIGHT_BYTES = 1 << 27  # of predicted weights kept between the walks of selection; longer problems compute them again
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -35,6 +36,8 @@ class PreparePlan:
 class SelectPlan:
     sizes: Sizes
     words: int
+    weights: int  # kept between walks; 0: they are computed again
+    shifts: int
     launch: Launch
 
 
@@ -122,18 +125,25 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
     words, everything = -(-size.k_blocks // WORD), config.keeps_everything
     tuning = select_sizes(chip, b, size.dim, not {"cdf", "topk"}.isdisjoint(config.rule))
     tiles = -(-size.q_blocks * a // tuning["ROWS"])
+    programs, chunks = tiles * size.batch * size.heads, -(-size.k_blocks // tuning["CHUNK"])
+    shifts = programs * chunks * tuning["ROWS"]
+    fits = chip == 90 or size.dim <= 128  # elsewhere registers spill
+    stored = not everything and fits and 4 * shifts * tuning["CHUNK"] <= WEIGHT_BYTES
+    if stored:
+        tuning["num_stages"] = 2  # with three, one program per multiprocessor
     numbers = (
         size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,
-        words, *reach(problem), config.sinks, tiles, problem.scale * LOG2_E,
+        words, *reach(problem), config.sinks, tiles, chunks, problem.scale * LOG2_E,
     )  # fmt: skip
     constants = {
         "D": size.dim, "DP": size.dp, "BQ": rows, "BK": keys, "Q_SUBS": a, "K_SUBS": b,
         **{f"USE_{name.upper()}": name in config.rule and not everything for name in RULES}, "KEEP_ALL": everything,
         "RIGHT_EDGE": problem.right < problem.q_len + problem.k_len, "HAS_VALID": problem.has_valid,
         "JUDGE": config.similarity is not None, "PROTECT": bool(config.protected),
-        "PACKED": problem.packing is not None, **tuning,
+        "PACKED": problem.packing is not None, "STORED": stored, **tuning,
     }  # fmt: skip
-    return SelectPlan(size, words, Launch(kernels.select, tiles * size.batch * size.heads, numbers, constants))
+    launch = Launch(kernels.select, programs, numbers, constants)
+    return SelectPlan(size, words, stored * shifts * tuning["CHUNK"], stored * shifts, launch)
 
 
 class MaskBits(NamedTuple):
