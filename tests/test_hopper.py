@@ -89,7 +89,12 @@ def a_problem(rng: random.Random, dim: int) -> Inputs:
 
     q, k, v = normal(kv_heads * group, q_len), normal(kv_heads, k_len), normal(kv_heads, k_len)
     window = rng.choice((None, None, None, (rng.randint(0, 200), rng.randint(0, 200))))
-    valid = torch.rand(q.shape[0], k_len, device="cuda") < rng.choice((0.0, 0.5, 0.95)) if rng.random() < 0.2 else None
+    valid = None
+    if rng.random() < 0.2:
+        valid = torch.rand(q.shape[0], k_len, device="cuda") < rng.choice((0.0, 0.5, 0.95))
+        if rng.random() < 0.5:  # one stretch, as padding leaves: most blocks hold no hidden key
+            key, (low, high) = torch.arange(k_len, device="cuda"), sorted(rng.sample(range(k_len + 1), 2))
+            valid = ((key >= low) & (key < high)).expand(q.shape[0], -1)
     inputs = problem(q, k, v, is_causal=rng.random() < 0.5, window=window, key_valid=valid)
     return replace(inputs, needs_lse=rng.random() < 0.5)
 
@@ -209,8 +214,10 @@ def test_repeated_runs_are_bit_identical(quantization, watchdog):
         assert torch.equal(first.lse, again.lse)
 
 
-def test_the_stats_say_why_another_backend_ran():
-    q = torch.randn(1, 2, 256, 256, device="cuda", dtype=torch.bfloat16)
+def test_what_the_kernel_does_not_take_is_said():
+    q = torch.randn(1, 2, 256, 192, device="cuda", dtype=torch.bfloat16)
     config = SparseConfig(quantization="int8-fp8")
-    assert "head_dim" in HOPPER.unsupported(problem(q, q, q), config)
-    assert "second stage" in HOPPER.unsupported(problem(*(q[..., :64],) * 3), replace(config, pv_threshold=-3.0))
+    assert HOPPER.unsupported(problem(q, q, q), config) is None
+    assert "head_dim" in HOPPER.unsupported(problem(*(q[..., :32],) * 3), config)
+    assert "blocks of" in HOPPER.unsupported(problem(q, q, q), replace(config, block=(64, 64)))
+    assert "int8-fp8 only" in HOPPER.unsupported(problem(q, q, q), replace(config, quantization="none"))

@@ -357,7 +357,7 @@ LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every ro
 }
 
 
-@pytest.mark.parametrize(("name", "stored"), [*((x, True) for x in LONG_SELECTIONS), ("full", False), ("topk", False)])
+@pytest.mark.parametrize(("name", "stored"), [*((x, True) for x in LONG_SELECTIONS), ("topk", False)])
 def test_triton_selects_among_many_blocks(name, stored, poisoned, monkeypatch):
     triton = BY_NAME["triton"]
     if triton.unavailable():

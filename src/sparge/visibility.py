@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,13 @@ class Visibility:
     @property
     def offset(self) -> int:
         return self.k_len - self.q_len
+
+    @functools.cached_property
+    def valid_before(self) -> Tensor | None:
+        """int32 [B, Nk + 1]: how many valid keys stand before each position; None: every key is valid."""
+        if self.key_valid is None:
+            return None
+        return torch.nn.functional.pad(self.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
 
     def same_as(self, other: object) -> bool:
         """Whether both let every row see the same keys, as far as can be told without a look at the padding."""
@@ -60,9 +68,9 @@ class Visibility:
         start = torch.arange(0, self.k_len, keys, device=self.device)
         begin = torch.maximum(low[:, None], start)
         end = torch.minimum(high[:, None], start + keys)
-        if self.key_valid is None:
+        before = self.valid_before
+        if before is None:
             return (begin < end)[None, None]
-        before = torch.nn.functional.pad(self.key_valid.cumsum(-1), (1, 0))
         count = before[:, end.clamp(0, self.k_len)] - before[:, begin.clamp(0, self.k_len)]
         return ((count > 0) & (begin < end))[:, None]
 

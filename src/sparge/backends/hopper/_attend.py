@@ -1,9 +1,9 @@
 """Block-sparse attention for sm_90 in Gluon: int8 scores, e4m3 values.
 
 One producer warp fills a ring of K and V stages by TMA; WGS consumer warpgroups of 64 query rows read them. A step
-takes 128 keys: two 64-key blocks of the tile's list, or one of 128. Lists descend, so the blocks that cut the diagonal
-or the end come first: one loop masks, the other does not. Programs stay on their multiprocessor and draw tiles by
-ticket, so that rows with much work and rows with little even out.
+takes 128 keys: two 64-key blocks of the tile's list, or one of 128. Lists begin with the blocks that hold hidden keys
+(the diagonal, the end, padding): one loop masks, the other does not. Programs stay on their multiprocessor and draw
+tiles by ticket, so that rows with much work and rows with little even out.
 
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
@@ -63,6 +63,7 @@ class Problem:
     right: gl.tensor
     scale: gl.tensor
     COUNTS: gl.tensor
+    CUTS: gl.tensor  # entries of each list that hold hidden keys; read if these come first
     LISTS: gl.tensor
     TICKETS: gl.tensor
     Q_SCALE: gl.tensor
@@ -80,7 +81,7 @@ class Problem:
     BQ: gl.constexpr
     BK: gl.constexpr
     STAGES: gl.constexpr
-    MASK_ALL: gl.constexpr
+    CUTS_FIRST: gl.constexpr  # else the last that a row sees do, which lists begin with
     HAS_VALID: gl.constexpr
     WRITE_LSE: gl.constexpr
     PACKED: gl.constexpr
@@ -91,19 +92,19 @@ class Problem:
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
-        EXACT, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
+        left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
+        SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
         self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
-        self.COUNTS, self.LISTS, self.TICKETS = COUNTS, LISTS, TICKETS
+        self.COUNTS, self.CUTS, self.LISTS, self.TICKETS = COUNTS, CUTS, LISTS, TICKETS
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
         self.k_slots, self.V_FINITE, self.LAMBDA = k_slots, V_FINITE, LAMBDA
         self.SKIPPED, self.EXACT = SKIPPED, EXACT
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
-        self.STAGES, self.MASK_ALL, self.PACKED = map(gl.constexpr, (STAGES, MASK_ALL, PACKED))
+        self.STAGES, self.CUTS_FIRST, self.PACKED = map(gl.constexpr, (STAGES, CUTS_FIRST, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
         self.SECOND, self.SKIP_ROWS = map(gl.constexpr, (SECOND, SKIP_ROWS))
 
@@ -238,14 +239,15 @@ def tile_of(ticket, p):
     if p.PACKED:  # a shorter sequence has fewer lists
         count = gl.where(first_row < at.q_len, count, 0)
     lists = p.LISTS + slot * p.k_blocks
-    masked = count
-    if not p.MASK_ALL:
+    if p.CUTS_FIRST:
+        masked = gl.where(count > 0, gl.load(p.CUTS + slot), 0)
+    else:
         last_free = gl.maximum(gl.minimum(at.k_len, first_row + (at.k_len - at.q_len) + p.right + 1), 0) // p.BK
         masked = count * 0
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
-        masked += (count - masked) % PER_STEP
+    masked += (count - masked) % PER_STEP
     masked_steps = (masked + PER_STEP - 1) // PER_STEP
     return Tile(at, slot, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
 
@@ -406,7 +408,7 @@ def hidden_pairs(at, rows, key, real, p):
     offset = at.k_len - at.q_len
     high = gl.where(real, gl.minimum(rows + (offset + p.right), at.k_len - 1) - key, -1)
     hidden = column > gl.expand_dims(high, 1)
-    if p.MASK_ALL:
+    if p.CUTS_FIRST:
         hidden = hidden | (column < gl.expand_dims(rows + (offset - p.left) - key, 1))
     if p.HAS_VALID:
         valid = p.VALID + (at.bh // p.heads).to(gl.int64) * at.k_len + key
@@ -853,18 +855,17 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
         acc, total, best, base, skipped = fold_steps(
             acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, True
         )
-        if not p.MASK_ALL:
-            # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
-            q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
-            if LATE:
-                acc, total, best, base = fold_late(
-                    acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, wg, p, s
-                )
-            else:
-                acc, total, best, base, skipped = fold_steps(
-                    acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s,
-                    False,
-                )  # fmt: skip
+        # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
+        q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
+        if LATE:
+            acc, total, best, base = fold_late(
+                acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, wg, p, s
+            )
+        else:
+            acc, total, best, base, skipped = fold_steps(
+                acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s,
+                False,
+            )  # fmt: skip
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps
@@ -896,18 +897,18 @@ LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, LSE_TERM,
+    COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, LSE_TERM,
     SKIPPED, EXACT, OUT, LSE,  # SKIPPED and TICKETS hold zeros
     heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
     left, right, scale, o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
+    STAGES: gl.constexpr, CUTS_FIRST: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
     PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, SKIPPED,
-        EXACT, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
+        left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
+        SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])

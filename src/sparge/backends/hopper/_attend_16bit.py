@@ -336,12 +336,11 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         acc, total, best, skipped = fold_steps(
             acc, total, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, INT8, True
         )
-        if not p.MASK_ALL:
-            # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
-            q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg).reshape([ROWS, p.D])
-            acc, total, best, skipped = fold_steps(
-                acc, total, best, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s, INT8, False
-            )
+        # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
+        q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg).reshape([ROWS, p.D])
+        acc, total, best, skipped = fold_steps(
+            acc, total, best, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s, INT8, False
+        )
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps
@@ -364,20 +363,20 @@ def second_consumer(p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.con
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # [B, Hq, Nq, D] and [B, Hkv, Nk, D], int8 or 16 bits; 16 bits [B, Hkv, Nk, DV]
-    COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_FINITE, LAMBDA, LSE_TERM,
+    COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_FINITE, LAMBDA, LSE_TERM,
     SKIPPED, OUT, LSE,  # SKIPPED and TICKETS hold zeros
     heads, group, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles, left, right, scale,
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, INT8: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, MASK_ALL: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
+    STAGES: gl.constexpr, CUTS_FIRST: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
     SECOND: gl.constexpr, SKIP_ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     WGS: gl.constexpr = 2
     SCORE_BYTES: gl.constexpr = 1 if INT8 else 2
     p = Problem(
         heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-        left, right, scale, COUNTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE, LAMBDA, SKIPPED,
-        VALID, D, DVP, WGS, BQ, BK, STAGES, MASK_ALL, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
+        left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE, LAMBDA,
+        SKIPPED, VALID, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
     )  # fmt: skip
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):

@@ -22,7 +22,15 @@ from sparge.backends.triton.launch import (
     sequence_ends,
     setting,
 )
-from sparge.backends.triton.plans import LOG2_E, REMEMBERED, MaskBits, list_rows, reach, rows_listed_at_once
+from sparge.backends.triton.plans import (
+    LOG2_E,
+    REMEMBERED,
+    MaskBits,
+    cuts_anywhere,
+    list_rows,
+    reach,
+    rows_listed_at_once,
+)
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
@@ -127,7 +135,7 @@ def _plan(
     registers, at_launch = REGISTERS[warpgroups]
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
-        "STAGES": _stages(size, warpgroups), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
+        "STAGES": _stages(size, warpgroups), "CUTS_FIRST": cuts_anywhere(problem),
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "PACKED": problem.packing is not None,
         "SECOND": second, "SLACK": SLACK, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
@@ -141,7 +149,7 @@ def _plan(
             size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        expand = list_rows(size, block, bits, first, here, problem.packing is not None)
+        expand = list_rows(problem, size, block, bits, first, here)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
     return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))
@@ -193,19 +201,19 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     )
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
-    lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
+    lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
     sums = q.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else q
     ends, skipped, skips = sequence_ends(inputs), no_skips(q.device).expand(size.batch, size.heads), q
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
-        listing = (bits, ends[0], counts, lists)
+        listing = (bits, *ends, either(inputs.visibility.valid_before, q), counts, cuts, lists)
         part.expand(listing, addresses_of(listing))
         if second:
             skips = torch.zeros(size.batch, size.heads, part.tiles_per_head, dtype=torch.int32, device=q.device)
         tensors = (
-            counts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
+            counts, cuts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
             q if valid is None else valid.contiguous().view(torch.int8), *ends, blocks.v_finite.view(torch.int8),
             setting(config, "pv_threshold", inputs, second), copies.value_scale, either(copies.lse_term, q),
             skips, sums, output, either(lse, q),

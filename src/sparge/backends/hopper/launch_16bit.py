@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.launch import Part, attend_by_parts, either, setting
-from sparge.backends.triton.plans import LOG2_E, REMEMBERED, reach, rows_listed_at_once
+from sparge.backends.triton.plans import LOG2_E, REMEMBERED, cuts_anywhere, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
@@ -81,7 +81,7 @@ def _launches(
     heads, per_block, step = size.batch * size.heads, block[0] // TILE, rows_listed_at_once(size)
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "INT8": int8, "BQ": block[0], "BK": block[1],
-        "STAGES": _stages(size, int8), "MASK_ALL": problem.has_valid or problem.left < problem.k_len,
+        "STAGES": _stages(size, int8), "CUTS_FIRST": cuts_anywhere(problem),
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "REGISTERS": REGISTERS,
         "SECOND": skip_rows is not None, "SKIP_ROWS": skip_rows or TILE,
         "num_warps": 4, "maxnreg": REGISTERS_AT_LAUNCH,
@@ -128,8 +128,8 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: in
         mine = launches[part.number]
         rows = mine.numbers[4] * size.batch * size.heads
         tensors = (
-            part.counts, part.lists, part.counts[rows:], q_scale, k_scale, padding, finite, thresholds, lse_term,
-            part.skips, part.output, either(part.lse, q),
+            part.counts, part.cuts, part.lists, part.counts[rows:], q_scale, k_scale, padding, finite, thresholds,
+            lse_term, part.skips, part.output, either(part.lse, q),
         )  # fmt: skip
         mine((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
 

@@ -224,7 +224,8 @@ LENGTHS = ["heads", "group_size", "q_len", "k_len", "q_tokens", "k_tokens", "k_b
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attend(
-    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, LSE_TERM, V_FINITE, VALID, Q_ENDS, K_ENDS, LAMBDA, COUNTS, LISTS,  # inputs
+    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, LSE_TERM, V_FINITE, VALID, Q_ENDS, K_ENDS, LAMBDA,  # inputs
+    COUNTS, CUTS, LISTS,
     OUT, LSE, SKIPPED,  # outputs
     scale, heads, group_size, q_len, k_len, q_tokens, k_tokens, k_blocks, k_slots, padded, first_block, blocks_here,
     left, right,
@@ -232,7 +233,7 @@ def attend(
     o_batch, o_head, o_row, o_dim,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr,
-    MASK_ALL: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, WRITE_LSE: tl.constexpr,
+    CUTS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, WRITE_LSE: tl.constexpr,
     CAREFUL: tl.constexpr, PACKED: tl.constexpr, PAIR: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: BM rows of one query block of one head. Heavy causal rows start first.
@@ -289,14 +290,15 @@ def attend(
     skipped = 0
     count = tl.load(COUNTS + slot)
     LISTS += slot * k_blocks
-    masked = count
-    if not MASK_ALL:
+    if CUTS_FIRST:
+        masked = tl.load(CUTS + slot)
+    else:
         # Blocks past this one hold a key that the tile's first row, or any row, cannot see.
         last_free = tl.maximum(tl.minimum(k_len, first_row + offset + right + 1), 0) // BK
         lead = tl.arange(0, LEADING)
         masked = tl.sum((tl.load(LISTS + lead, mask=lead < count, other=-1) >= last_free).to(tl.int32), 0)
-        masked = tl.where(first_row + BM > q_len, count, masked)
-        masked += (count - masked) % PAIR  # what is left over by pairs goes the slower way
+    masked = tl.where(first_row + BM > q_len, count, masked)
+    masked += (count - masked) % PAIR  # what is left over by pairs goes the slower way
     if CAREFUL:
         if not holds_broken_values(LISTS, V_FINITE, masked):
             return
@@ -313,18 +315,17 @@ def attend(
             q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
             D, DV, DP, DVP, KEYS, FORMAT, True, HAS_VALID, SECOND, CAREFUL, UNITS,
         )  # fmt: skip
-    if not MASK_ALL:
-        for n in range(masked * SPLIT, count * SPLIT, PAIR):
-            block = tl.load(LISTS + n // SPLIT)
-            key = block * BK + (n % SPLIT) * STEP
-            second_key = tl.load(LISTS + n + 1) * BK if PAIR == 2 else key + (UNITS - 1) * KEYS
-            acc, total, best, saw, skipped = attend_keys(
-                acc, total, best, saw, skipped, q, q_scale, key, second_key, block, rows,
-                K, V, K_SCALE, V_FINITE, VALID, lam,
-                q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
-                D, DV, DP, DVP, KEYS, FORMAT, False, HAS_VALID, SECOND, False, PAIR * UNITS,
-            )  # fmt: skip
-        saw = saw | (count > masked).to(tl.int32)
+    for n in range(masked * SPLIT, count * SPLIT, PAIR):
+        block = tl.load(LISTS + n // SPLIT)
+        key = block * BK + (n % SPLIT) * STEP
+        second_key = tl.load(LISTS + n + 1) * BK if PAIR == 2 else key + (UNITS - 1) * KEYS
+        acc, total, best, saw, skipped = attend_keys(
+            acc, total, best, saw, skipped, q, q_scale, key, second_key, block, rows,
+            K, V, K_SCALE, V_FINITE, VALID, lam,
+            q_len, k_len, offset, left, right, k_row, k_dim, v_row, v_dim,
+            D, DV, DP, DVP, KEYS, FORMAT, False, HAS_VALID, SECOND, False, PAIR * UNITS,
+        )  # fmt: skip
+    saw = saw | (count > masked).to(tl.int32)
     total = tl.sum(total, 1)
     # A row that saw only scores of -inf divides zero by zero: NaN, as dense attention gives.
     empty = saw == 0

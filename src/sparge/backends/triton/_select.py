@@ -2,12 +2,12 @@
 
 A program owns ROWS sub-rows (ROWS / Q_SUBS query blocks) of one head and walks the key blocks CHUNK at a time. The
 first walk computes the blocks' weights: means of exponentials relative to the row's best sub-score, so that no
-logarithm is needed; a block more than 2^126 times less likely than the best counts as impossible. Where there is room
-(STORED) it leaves them, relative to the best so far, in scratch that later walks find in L2; else those compute them
-again.
+logarithm is needed; a block more than 2^126 times less likely than the best counts as impossible. The last walk
+computes them again with the tensor core, which costs no more than to write and read them.
 
 TopCdf and top-k need a cut-off that no single walk gives. It is found bit by bit: non-negative floats order like
-their bits, so 31 walks find it exactly, without a sort.
+their bits, so 31 walks find it exactly, without a sort. They read what the first walk left, relative to the best so
+far, in scratch that stays in L2 (STORED); if there is no room they compute it again too.
 """
 
 import triton
@@ -386,32 +386,60 @@ def select(
             tl.store(place + word, query_block * 0, mask=query_block < q_blocks)
 
 
+@triton.jit
+def holds_hidden(block, batch, top, bottom, k_len, left, right, BEFORE, BK: tl.constexpr, HAS_VALID: tl.constexpr):
+    """Whether some row at positions `top` to `bottom` cannot see some key of a block."""
+    start = block * BK
+    stop = start + BK
+    hidden = (stop > tl.minimum(k_len, top + right + 1)) | (start < bottom - left)
+    if HAS_VALID:
+        whole = (block >= 0) & (stop <= k_len)
+        valid = BEFORE + batch * (k_len + 1)
+        filled = tl.load(valid + stop, mask=whole, other=0) - tl.load(valid + start, mask=whole, other=0)
+        hidden = hidden | (filled != BK)
+    return hidden
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def expand(
-    BITS, Q_ENDS,  # inputs: int32 [BH, query blocks, words]
-    COUNTS, LISTS,  # outputs: [BH, rows] and a zero, from which programs draw; [BH, rows, key blocks], descending
-    heads, q_len, q_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head,
-    BQ: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+    BITS, Q_ENDS, K_ENDS, BEFORE,  # inputs: int32 [BH, query blocks, words]; as for select
+    COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and a zero, from which programs draw; [BH, rows]; [BH, rows, key blocks]
+    heads, q_len, k_len, q_tokens, k_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head, left, right,
+    BQ: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, CUTS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
 ):  # fmt: skip
-    """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0)."""
+    """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0).
+
+    CUTS_FIRST: blocks with a key that some row cannot see come before all others; CUTS says how many they are.
+    """
     if tl.program_id(0) == 0:
         tl.store(COUNTS + tl.num_programs(0), 0)
     row = tl.program_id(0) % rows
     bh = (tl.program_id(0) // rows).to(tl.int64)
     batch, head = bh // heads, bh % heads
     first, q_len = sequence(Q_ENDS, batch, q_len, q_tokens, PACKED)
+    _, k_len = sequence(K_ENDS, batch, k_len, k_tokens, PACKED)
     block_row = first_row + row
     if PACKED:
         if block_row * BQ >= q_len:
             return
+    top = block_row * BQ + k_len - q_len
+    bottom = tl.minimum(block_row * BQ + BQ, q_len) - 1 + k_len - q_len
     BITS += batch * bits_batch + head * bits_head + (slot_of(first, batch, BQ, PACKED) + block_row) * words
     slot = bh * rows + row
+    LISTS += slot * k_blocks
     count = 0
-    for first_listed in range(0, k_blocks, TILE):
-        block = k_blocks - 1 - first_listed - tl.arange(0, TILE)
-        word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)
-        kept = ((word >> (block % WORD)) & 1) & (block >= 0).to(tl.int32)
-        place = count + tl.cumsum(kept, 0) - 1
-        tl.store(LISTS + slot * k_blocks + place, block, mask=kept != 0)
-        count += tl.sum(kept, 0)
+    for chosen in tl.static_range(2 if CUTS_FIRST else 1):
+        for first_listed in range(0, k_blocks, TILE):
+            block = k_blocks - 1 - first_listed - tl.arange(0, TILE)
+            word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)
+            kept = (((word >> (block % WORD)) & 1) != 0) & (block >= 0)
+            if CUTS_FIRST:
+                cut = holds_hidden(block, batch, top, bottom, k_len, left, right, BEFORE, BK, HAS_VALID)
+                kept = kept & (cut if chosen == 0 else ~cut)
+            place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(LISTS + place, block, mask=kept)
+            count += tl.sum(kept.to(tl.int32), 0)
+        if CUTS_FIRST and chosen == 0:
+            tl.store(CUTS + slot, count)
     tl.store(COUNTS + slot, count)

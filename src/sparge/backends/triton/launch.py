@@ -253,13 +253,13 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     plan = select_plan(inputs.signature, config, capability(q.device))
     size = plan.sizes
     bits = q.new_empty(size.entries, size.heads, size.q_slots, plan.words, dtype=torch.int32)
-    filled, before = q, q
+    filled = q
     scratch = pieces(q, torch.float32, plan.weights, plan.shifts) if plan.weights else (q, q)
     if sight.key_valid is not None:
         filled = blocks.k_filled.contiguous().view(torch.int8)
-        before = torch.nn.functional.pad(sight.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
     tensors = (
-        blocks.q_means, blocks.k_means, filled, before, *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
+        blocks.q_means, blocks.k_means, filled, either(sight.valid_before, q), *sequence_ends(inputs),
+        blocks.v_finite.view(torch.int8),
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
         *(setting(config, name, inputs, name in config.rule) for name in RULES),
@@ -293,6 +293,7 @@ class Part:
     number: int
     tiles_per_block: int
     counts: Tensor
+    cuts: Tensor
     lists: Tensor
     skips: Tensor  # with the second stage zeros, one per tile
     output: Tensor
@@ -318,9 +319,9 @@ def attend_by_parts(
     plan = attend_plan(inputs.signature, config, mask.block, layout, MaskBits.of(bits), capability(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
-    lists, counts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1)
+    lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
     skipped = no_skips(q.device).expand(size.batch, size.heads)
-    listing = (bits, sequence_ends(inputs)[0], counts, lists)
+    listing = (bits, *sequence_ends(inputs), either(inputs.visibility.valid_before, q), counts, cuts, lists)
     for number, part in enumerate(plan.parts):
         skips = q
         if second:
@@ -328,15 +329,15 @@ def attend_by_parts(
             skips = (torch.empty if own_kernel is None else torch.zeros)(tiles, dtype=torch.int32, device=q.device)
         tensors = (
             *operands, blocks.v_finite.view(torch.int8), q if valid is None else valid.contiguous().view(torch.int8),
-            *sequence_ends(inputs), setting(config, "pv_threshold", inputs, second), counts, lists, output,
-            either(lse, q), skips,
+            *sequence_ends(inputs), setting(config, "pv_threshold", inputs, second), counts, cuts, lists,
+            output, either(lse, q), skips,
         )  # fmt: skip
         part.expand(listing, addresses_of(listing))
         addresses = addresses_of(tensors)
         if own_kernel is None:
             part.attend(tensors, addresses)
         else:
-            own_kernel(Part(number, part.tiles_per_block, counts, lists, skips, output, lse))
+            own_kernel(Part(number, part.tiles_per_block, counts, cuts, lists, skips, output, lse))
         if part.careful is not None:
             part.careful(tensors, addresses)
         if second:

@@ -20,7 +20,7 @@ from sparge.quantization import KEYS_PER_SCALE
 LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
 KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
-WEIGHT_BYTES = 1 << 27  # of predicted weights kept between the walks of selection; longer problems compute them again
+WEIGHT_BYTES = 1 << 27  # of predicted weights kept for a search's walks; longer problems compute them again
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -123,12 +123,13 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
 
     size, (rows, keys), (a, b) = Sizes.of(problem, config.block, False), config.block, config.subblocks
     words, everything = -(-size.k_blocks // WORD), config.keeps_everything
-    tuning = select_sizes(chip, b, size.dim, not {"cdf", "topk"}.isdisjoint(config.rule))
+    searches = not everything and not {"cdf", "topk"}.isdisjoint(config.rule)
+    tuning = select_sizes(chip, b, size.dim, searches)
     tiles = -(-size.q_blocks * a // tuning["ROWS"])
     programs, chunks = tiles * size.batch * size.heads, -(-size.k_blocks // tuning["CHUNK"])
     shifts = programs * chunks * tuning["ROWS"]
     fits = chip == 90 or size.dim <= 128  # elsewhere registers spill
-    stored = not everything and fits and 4 * shifts * tuning["CHUNK"] <= WEIGHT_BYTES
+    stored = searches and fits and 4 * shifts * tuning["CHUNK"] <= WEIGHT_BYTES
     if stored:
         tuning["num_stages"] = 2  # with three, one program per multiprocessor
     numbers = (
@@ -175,14 +176,23 @@ def rows_listed_at_once(size: Sizes) -> int:
     return min(size.q_blocks, max(1, LIST_BYTES // (4 * size.batch * size.heads * size.k_blocks)))
 
 
-def list_rows(size: Sizes, block: tuple[int, int], bits: MaskBits, first: int, rows: int, packed: bool) -> Launch:
+def cuts_anywhere(problem: Signature) -> bool:
+    """Whether blocks other than the last that a row sees may hold keys hidden from it."""
+    return problem.has_valid or problem.left < problem.k_len
+
+
+def list_rows(problem: Signature, size: Sizes, block: tuple[int, int], bits: MaskBits, first: int, rows: int) -> Launch:
     """Lists of the kept blocks of `rows` query blocks of each head."""
     from sparge.backends.triton import _select as kernels
 
     numbers = (
-        size.heads, size.q_len, size.q_tokens, size.k_blocks, bits.words, first, rows, bits.batch, bits.head,
+        size.heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.k_blocks, bits.words, first, rows,
+        bits.batch, bits.head, *reach(problem),
     )  # fmt: skip
-    constants = {"BQ": block[0], "TILE": 512, "PACKED": packed, "num_warps": 4}
+    constants = {
+        "BQ": block[0], "BK": block[1], "TILE": 512, "PACKED": problem.packing is not None,
+        "CUTS_FIRST": cuts_anywhere(problem), "HAS_VALID": problem.has_valid, "num_warps": 4,
+    }  # fmt: skip
     return Launch(kernels.expand, rows * size.batch * size.heads, numbers, constants)
 
 
@@ -202,14 +212,14 @@ def attend_plan(
     constants: dict[str, Any] = {
         "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
         "BQ": block[0], "BK": block[1], "FORMAT": number_format,
-        "MASK_ALL": problem.has_valid or problem.left < problem.k_len, "HAS_VALID": problem.has_valid, "SECOND": second,
+        "CUTS_FIRST": cuts_anywhere(problem), "HAS_VALID": problem.has_valid, "SECOND": second,
         "WRITE_LSE": problem.needs_lse, "CAREFUL": False, "PACKED": packed, **tiles,
     }  # fmt: skip
     strides = _strides(problem, operands.query, operands.key, operands.value, operands.output)
     parts = []
     for first in range(0, size.q_blocks, step):
         here = min(step, size.q_blocks - first)
-        expand = list_rows(size, block, bits, first, here, packed)
+        expand = list_rows(problem, size, block, bits, first, here)
         numbers = (
             problem.scale * LOG2_E, size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens,
             size.k_tokens, size.k_blocks, size.k_slots, size.padded, first, here, *reach(problem), *strides,
