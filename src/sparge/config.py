@@ -30,7 +30,8 @@ class SparseConfig:
     threshold     "threshold": keep a block whose predicted probability exceeds this
     gap           "gap": keep a block whose score lies within this of its row's best (natural log)
     cdf           "cdf" (the paper's TopCdf): keep the best blocks up to this share of probability
-    topk          "topk": keep this share of the visible blocks
+    topk          "topk": keep this share of the visible blocks; each of several sub-rows claims its own,
+                  so that less is skipped than with subblocks=(1, n)
     subblocks     (rows, keys) sub-means per block that scores are made from; (1, 1) is the paper
     similarity    self-similarity (theta) under which a block is never judged by its mean; None: off
     pv_threshold  second stage: skip P V of 64 rows whose best new score lies this far below their
