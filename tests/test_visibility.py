@@ -101,3 +101,11 @@ def test_two_sights_are_the_same_if_every_row_sees_the_same_keys():
         None,
     ):
         assert not sight.same_as(other)
+
+
+def test_valid_keys_are_counted():
+    valid = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    sight = visibility(4, 4, False, None, CPU, valid)
+    assert sight.valid_before.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert sight.unbroken.tolist() == [2, 0, 4]
+    assert visibility(4, 4, False, None, CPU).unbroken is None

@@ -33,6 +33,14 @@ class Visibility:
             return None
         return torch.nn.functional.pad(self.key_valid.cumsum(1, dtype=torch.int32), (1, 0))
 
+    @functools.cached_property
+    def unbroken(self) -> Tensor | None:
+        """int32 [B]: how many valid keys stand before the first that is not; None: every key is valid."""
+        if self.valid_before is None:
+            return None
+        position = torch.arange(1, self.k_len + 1, dtype=torch.int32, device=self.device)
+        return (self.valid_before[:, 1:] == position).sum(1, dtype=torch.int32)
+
     def same_as(self, other: object) -> bool:
         """Whether both let every row see the same keys, as far as can be told without a look at the padding."""
         return self is other or (

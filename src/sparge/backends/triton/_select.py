@@ -220,7 +220,7 @@ LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slo
 
 @triton.jit(do_not_specialize=LENGTHS)
 def select(
-    Q_MEANS, K_MEANS, FILLED, BEFORE, Q_ENDS, K_ENDS,  # inputs; BEFORE: valid keys before each position [B, Nk + 1]
+    Q_MEANS, K_MEANS, FILLED, BEFORE, UNBROKEN, Q_ENDS, K_ENDS,  # inputs; BEFORE and UNBROKEN: as in Visibility
     V_FINITE, Q_SIMILARITY, K_SIMILARITY, Q_PROTECTED, K_PROTECTED,
     THRESHOLD, GAP, CDF, TOPK, THETA,  # settings per query head
     WEIGHTS, SHIFTS,  # scratch: float32 [programs, chunks, ROWS, CHUNK], [programs, chunks, ROWS]
@@ -285,8 +285,11 @@ def select(
     end = tl.cdiv(tl.max(high, 0), BK)
     # Chunks before this one are seen whole by every row.
     edge = begin
-    if not (HAS_VALID or JUDGE):
-        edge = tl.maximum(tl.where(tl.max(low, 0) == 0, tl.min(high, 0) // (CHUNK * BK) * CHUNK, begin), begin)
+    if not JUDGE:
+        seen_by_all = tl.min(high, 0)
+        if HAS_VALID:
+            seen_by_all = tl.minimum(seen_by_all, tl.load(UNBROKEN + batch))
+        edge = tl.maximum(tl.where(tl.max(low, 0) == 0, seen_by_all // (CHUNK * BK) * CHUNK, begin), begin)
     for first in range(begin, edge, CHUNK):
         best, total, peak, visible = measure_chunk(
             best, total, peak, visible, query, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, WEIGHTS, SHIFTS, theta,

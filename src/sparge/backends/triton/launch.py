@@ -258,8 +258,8 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     if sight.key_valid is not None:
         filled = blocks.k_filled.contiguous().view(torch.int8)
     tensors = (
-        blocks.q_means, blocks.k_means, filled, either(sight.valid_before, q), *sequence_ends(inputs),
-        blocks.v_finite.view(torch.int8),
+        blocks.q_means, blocks.k_means, filled, either(sight.valid_before, q), either(sight.unbroken, q),
+        *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
         *(setting(config, name, inputs, name in config.rule) for name in RULES),
