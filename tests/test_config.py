@@ -8,7 +8,7 @@ from problems import refused
 from sparge import SparseConfig
 from sparge.config import BLOCK_KEYS, BLOCK_ROWS, RULES, SUBBLOCKS
 
-PER_HEAD_SETTINGS = ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold")
+PER_HEAD_SETTINGS = ("threshold", "gap", "cdf", "topk", "probe", "similarity", "pv_threshold")
 USING_ALL = {"rule": RULES}
 
 
@@ -53,6 +53,7 @@ OUTSIDE = {
     "gap": (-0.5, -math.inf),
     "cdf": (-0.01, 1.01, 2, math.inf),
     "topk": (-0.01, 1.5),
+    "probe": (-0.01, 1.5),
     "similarity": (-1.5, 1.01),
     "pv_threshold": (0.0, 0, 3.0, math.inf),
 }
@@ -104,6 +105,14 @@ def test_refuses_a_setting_that_its_rule_would_ignore(name):
         SparseConfig(rule=others, **{name: 0.25})
     with refused(ValueError, name, "ignored"):
         SparseConfig(rule=others, **{name: (0.25, 0.25)})
+
+
+@pytest.mark.parametrize("rows", [0, 3, 16, 2.0, True, None, "4"])
+def test_refuses_unsupported_probe_rows(rows):
+    with refused(ValueError, "probe_rows", repr(rows)):
+        SparseConfig(rule="probe", probe_rows=rows)
+    with refused(ValueError, "probe_rows=2", "ignored", "'probe'"):
+        SparseConfig(probe_rows=2)
 
 
 @pytest.mark.parametrize(

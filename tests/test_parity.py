@@ -27,7 +27,7 @@ from problems import (
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, backends, reference, varlen_attention
-from sparge.config import BLOCK_KEYS, BLOCK_ROWS, RULES, SUBBLOCKS
+from sparge.config import BLOCK_KEYS, BLOCK_ROWS, PROBE_ROWS, RULES, SUBBLOCKS
 from sparge.inputs import Inputs
 from sparge.stages import Blocks, Output
 
@@ -123,10 +123,11 @@ def one_or_per_head(rng: random.Random, heads: int, low: float, high: float) -> 
 
 def a_config(rng: random.Random, flavour: random.Random, kernel: Kernel, heads: int) -> SparseConfig:
     rules = tuple(flavour.sample(RULES, flavour.choice((1, 1, 2, 4))))
-    ranges = {"threshold": (0.03, 0.5), "gap": (0.2, 2.0), "cdf": (0.2, 0.8), "topk": (0.1, 0.6)}
+    ranges = {"threshold": (0.03, 0.5), "gap": (0.2, 2.0), "cdf": (0.2, 0.8), "topk": (0.1, 0.6), "probe": (0.02, 0.4)}
     return SparseConfig(
         rule=rules,
         **{name: one_or_per_head(rng, heads, *ranges[name]) for name in rules},
+        **({"probe_rows": flavour.choice(PROBE_ROWS)} if "probe" in rules else {}),
         subblocks=(flavour.choice(SUBBLOCKS), flavour.choice(SUBBLOCKS)),
         similarity=flavour.choice((None, None, one_or_per_head(rng, heads, -0.1, 0.3))),
         pv_threshold=one_or_per_head(rng, heads, -4.0, -0.1) if kernel.filtered else None,
@@ -354,6 +355,12 @@ LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every ro
         2200,
     ),
     "topk": ({}, SparseConfig(rule="topk", topk=0.2, block=(64, 32), quantization="none"), 70, 2100),
+    "probe": (
+        {"is_causal": True},
+        SparseConfig(rule=("gap", "probe"), gap=0.1, probe=0.05, probe_rows=2, quantization="none"),
+        2500,
+        2500,
+    ),
     "padding": (  # scores so small that empty blocks, of mean 0, would be kept
         {"key_valid": ((torch.arange(4500) < 2250) | (torch.arange(4500) >= 3900))[None], "scale": 0.003},
         SparseConfig(rule="gap", gap=0.07, quantization="none"),
@@ -431,7 +438,7 @@ def test_packed_sequences_equal_separate_ones(seed, poisoned, monkeypatch):
     q, k, v = (randn(seed, sum(n), h, d, dtype=torch.bfloat16)
                for n, h, d in ((q_lens, 4, dim), (k_lens, 2, dim), (k_lens, 2, v_dim)))  # fmt: skip
     config = SparseConfig(
-        rule=("gap", "topk"), gap=0.3, topk=0.2, subblocks=(2, 4), block=BLOCKS[seed * 5 % len(BLOCKS)],
+        rule=("gap", "topk", "probe"), gap=0.3, topk=0.2, probe=0.2, subblocks=(2, 4), block=BLOCKS[seed * 5 % len(BLOCKS)],
         quantization=("none", "int8-fp8", "int8")[seed % 3], similarity=(None, 0.0)[seed % 2],
         pv_threshold=(None, -2.0)[seed // 2 % 2],
     )  # fmt: skip

@@ -209,6 +209,33 @@ def always(inputs, **changed):
     return selected(inputs, replace(ONLY_BEST, **changed)).to_dense()
 
 
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_the_probe_keeps_blocks_that_a_sampled_row_attends_to(sight):
+    inputs = problem(*tensors(4, batch=2, heads=4, kv_heads=2, q_len=150, k_len=230, dim=16, contrast=4.0), **sight)
+    config = replace(ONLY_BEST, rule=("topk", "probe"), probe=(0.05, 0.1, 0.2, 0.4), probe_rows=2)
+    query, key = (x.to(torch.bfloat16).double() for x in (inputs.query, inputs.key.repeat_interleave(2, 1)))
+    seen = seen_pairs(150, 230, **sight)[:, None]
+    share = torch.where(seen, query @ key.mT * inputs.scale, -torch.inf).softmax(-1).nan_to_num()
+    share = torch.nn.functional.pad(share, (0, 26)).unflatten(-1, (8, 32)).sum(-1)
+    claimed = torch.stack([share[:, :, rows].amax(2) for rows in ([16, 48], [80, 112], [144, 149])], 2)
+    claimed = claimed > torch.tensor(config.probe)[:, None, None]
+    assert claimed.any()
+    assert torch.equal(selected(inputs, config).to_dense(), selected(inputs, ONLY_BEST).to_dense() | claimed)
+
+
+def test_the_probe_finds_a_key_that_means_hide():
+    q, k, v = (0.1 * randn(seed, 1, 1, 256, 16) for seed in range(3))
+    q[0, 0, 64 + 16], k[0, 0, 7], k[0, 0, 8] = 6.0, 6.0, -6.0  # a row of the second block looks for one key
+    k[0, 0, 40] += 1.0  # what means take for the best is elsewhere
+    inputs = problem(q, k, v)
+    means = SparseConfig(rule="gap", gap=0.001, subblocks=(1, 1), sinks=0, block=(64, 32), quantization="none")
+    probed = replace(means, rule=("gap", "probe"), probe=0.5, probe_rows=2)
+    kept = [selected(inputs, config).to_dense()[0, 0, 1] for config in (means, probed, replace(probed, probe_rows=1))]
+    assert not kept[0][0]
+    assert kept[1][0]
+    assert torch.equal(kept[2], kept[0])  # samples a row that looks for nothing
+
+
 @pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (100, 300), (300, 100), (1, 65)])
 def test_diagonal_blocks_are_kept_under_causal(q_len, k_len):
     inputs = problem(*tensors(11, q_len=q_len, k_len=k_len), is_causal=True)

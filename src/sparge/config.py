@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-RULES = ("threshold", "gap", "cdf", "topk")
+SCORE_RULES = ("threshold", "gap", "cdf", "topk")  # which judge predicted scores
+RULES = (*SCORE_RULES, "probe")
 QUANTIZATIONS = ("auto", "none", "int8", "int8-fp8")
 BLOCK_ROWS = (64, 128, 192, 256)
 BLOCK_KEYS = (32, 64, 128)
 SUBBLOCKS = (1, 2, 4, 8)
+PROBE_ROWS = (1, 2, 4, 8)
 
 PerHead = float | tuple[float, ...]
 
@@ -32,6 +34,9 @@ class SparseConfig:
     cdf           "cdf" (the paper's TopCdf): keep the best blocks up to this share of probability
     topk          "topk": keep this share of the visible blocks; each of several sub-rows claims its own,
                   so that less is skipped than with subblocks=(1, n)
+    probe         "probe": keep a block that holds more than this share of what a sampled row attends to; a few
+                  rows of each query block are computed exactly for that
+    probe_rows    how many rows of a query block are sampled: 1, 2, 4 or 8
     subblocks     (rows, keys) sub-means per block that scores are made from; (1, 1) is the paper
     similarity    self-similarity (theta) under which a block is never judged by its mean; None: off
     pv_threshold  second stage: skip P V of 64 rows whose best new score lies this far below their
@@ -53,6 +58,8 @@ class SparseConfig:
     gap: PerHead = 5.0
     cdf: PerHead = 0.97
     topk: PerHead = 0.5
+    probe: PerHead = 0.03
+    probe_rows: int = 4
     subblocks: tuple[int, int] = (4, 4)
     similarity: PerHead | None = None
     pv_threshold: PerHead | None = None
@@ -67,9 +74,12 @@ class SparseConfig:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "rule", _rules(self.rule))
-        for name, low, high in (("threshold", 0, 1), ("gap", 0, math.inf), ("cdf", 0, 1), ("topk", 0, 1)):
-            put(self, name, _numbers(name, getattr(self, name), low, high))
-            self._refuse_unused(name)
+        for name in RULES:
+            put(self, name, _numbers(name, getattr(self, name), 0, math.inf if name == "gap" else 1))
+            self._refuse_unused(name, name)
+        if self.probe_rows not in PROBE_ROWS or not _is_int(self.probe_rows):
+            raise ValueError(f"probe_rows must be one of {PROBE_ROWS}, not {self.probe_rows!r}.")
+        self._refuse_unused("probe_rows", "probe")
         if self.similarity is not None:
             put(self, "similarity", _numbers("similarity", self.similarity, -1, 1))
         if self.pv_threshold is not None:
@@ -92,11 +102,11 @@ class SparseConfig:
     def __hash__(self) -> int:
         return hash(self.encoded)  # which a string remembers; a call asks for it several times
 
-    def _refuse_unused(self, name: str) -> None:
+    def _refuse_unused(self, name: str, rule: str) -> None:
         default = next(field.default for field in fields(self) if field.name == name)
-        if name not in self.rule and getattr(self, name) != default:
+        if rule not in self.rule and getattr(self, name) != default:
             raise ValueError(
-                f"{name}={getattr(self, name)!r} would be ignored: rule={self.rule!r} does not name {name!r}; "
+                f"{name}={getattr(self, name)!r} would be ignored: rule={self.rule!r} does not name {rule!r}; "
                 f"add it to rule, or leave {name} out."
             )
 
@@ -108,7 +118,7 @@ class SparseConfig:
 
     def check_heads(self, heads: int) -> None:
         """Raise unless every per-head setting has one value per query head."""
-        for name in ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold"):
+        for name in (*RULES, "similarity", "pv_threshold"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != heads:
                 raise ValueError(

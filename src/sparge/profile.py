@@ -23,7 +23,7 @@ from sparge.config import SparseConfig
 
 FORMAT = "sparge-profile"
 VERSION = 1
-SETTINGS = ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold")
+SETTINGS = ("threshold", "gap", "cdf", "topk", "probe", "similarity", "pv_threshold")
 MEASURES = ("executed", "error")  # per head, on the inputs it was tuned with
 MAX_FILE, MAX_HEADER = 64 << 20, 8 << 20  # bytes, checked before anything is read
 MAX_LAYERS, MAX_HEADS, MAX_NAME = 10_000, 4_096, 500

@@ -58,9 +58,11 @@ class Visibility:
         valid = None if self.key_valid is None else self.key_valid[:, keys.start : keys.stop]
         return Visibility(len(rows), len(keys), self.device, left, right, valid)
 
-    def pairs(self, rows: range, keys: range) -> Tensor:
+    def pairs(self, rows: range | Tensor, keys: range) -> Tensor:
         """bool [B or 1, 1, rows, keys]: which row sees which key."""
-        position = torch.arange(rows.start, rows.stop, device=self.device)[:, None] + self.offset
+        if isinstance(rows, range):
+            rows = torch.arange(rows.start, rows.stop, device=self.device)
+        position = rows[:, None] + self.offset
         key = torch.arange(keys.start, keys.stop, device=self.device)
         seen = ((key >= position - self.left) & (key <= position + self.right))[None, None]
         if self.key_valid is not None:

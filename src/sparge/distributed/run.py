@@ -93,6 +93,10 @@ class Job:
     ) -> Job:
         division = agree(inputs, config, parallel, return_stats, ends)
         config.check_heads(inputs.query.shape[1])
+        if "probe" in config.rule and parallel.ring.size > 1:
+            raise ValueError(
+                'rule "probe" needs all keys of a head on one rank: use a mesh without a ring, or leave it out.'
+            )
         if config.max_error is not None and parallel.ring.size > 1:
             raise ValueError("max_error needs all keys of a head on one rank: use a mesh without a ring, or None.")
         split = HeadSplit.of(inputs, parallel.ulysses)

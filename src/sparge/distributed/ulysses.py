@@ -13,7 +13,7 @@ from sparge.distributed.sharding import Holding, Move, Shares, even_split, redis
 from sparge.distributed.wire import FROM_HEADS, TO_HEADS, Team
 from sparge.inputs import Inputs
 
-PER_HEAD = ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold")
+PER_HEAD = ("threshold", "gap", "cdf", "topk", "probe", "similarity", "pv_threshold")
 
 Heads = tuple[int, ...]
 

@@ -12,9 +12,9 @@ from sparge.config import SparseConfig
 from sparge.evaluate.language import Variant
 from sparge.profile import Profile
 
-NUMBERS = ("threshold", "gap", "cdf", "topk", "similarity", "pv_threshold", "max_error")
+NUMBERS = ("threshold", "gap", "cdf", "topk", "probe", "similarity", "pv_threshold", "max_error")
 PAIRS = ("block", "subblocks")
-NAMES = ("rule", *NUMBERS, *PAIRS, "quantization", "sinks")
+NAMES = ("rule", *NUMBERS, *PAIRS, "quantization", "sinks", "probe_rows")
 DEFAULT = "default"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,7 +40,7 @@ def _value(text: str, name: str, value: str) -> Any:
             return float(value)
         if name in PAIRS:
             return tuple(int(part) for part in value.split("x"))
-        if name == "sinks":
+        if name in ("sinks", "probe_rows"):
             return int(value)
     except ValueError as error:
         shape = "two numbers, as in 128x64" if name in PAIRS else "a number"

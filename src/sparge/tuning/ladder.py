@@ -26,7 +26,7 @@ def settings_at(base: SparseConfig, strictness: Tensor) -> dict[str, tuple[float
     settings = {}
     for name in base.rule:
         start = base.per_head(name, heads, strictness.device, torch.float64)
-        if name == "threshold":
+        if name in ("threshold", "probe"):
             moved = start * factor
         elif name == "gap":
             moved = (start - strictness).clamp(max=WIDEST_GAP)

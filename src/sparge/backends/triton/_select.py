@@ -224,12 +224,13 @@ def select(
     V_FINITE, Q_SIMILARITY, K_SIMILARITY, Q_PROTECTED, K_PROTECTED,
     THRESHOLD, GAP, CDF, TOPK, THETA,  # settings per query head
     WEIGHTS, SHIFTS,  # scratch: float32 [programs, chunks, ROWS, CHUNK], [programs, chunks, ROWS]
-    BITS,  # output: int32 [BH, query blocks, words]
+    BITS,  # output: int32 [BH, query blocks, words]; with USE_PROBE holds what the probe claims
     heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_slots, words, left, right, sinks, tiles, chunks,
     scale,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
+    USE_PROBE: tl.constexpr,
     RIGHT_EDGE: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
     PACKED: tl.constexpr, KEEP_ALL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
@@ -373,7 +374,10 @@ def select(
             scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, True,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
-        tl.store(place[:, None] + word[None, :], packed, mask=(query_block < q_blocks)[:, None])
+        real = (query_block < q_blocks)[:, None]
+        if USE_PROBE:
+            packed = packed | tl.load(place[:, None] + word[None, :], mask=real, other=0)
+        tl.store(place[:, None] + word[None, :], packed, mask=real)
     for first in range(whole, k_blocks, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
@@ -381,9 +385,10 @@ def select(
             scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, False,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
-        tl.store(
-            place[:, None] + word[None, :], packed, mask=(query_block < q_blocks)[:, None] & (word < words)[None, :]
-        )
+        real = (query_block < q_blocks)[:, None] & (word < words)[None, :]
+        if USE_PROBE:
+            packed = packed | tl.load(place[:, None] + word[None, :], mask=real, other=0)
+        tl.store(place[:, None] + word[None, :], packed, mask=real)
     if PACKED:  # a shorter sequence has fewer key blocks than there are bits
         for word in range(tl.cdiv(k_blocks, CHUNK) * (CHUNK // WORD), words):
             tl.store(place + word, query_block * 0, mask=query_block < q_blocks)

@@ -25,7 +25,7 @@ from sparge.backends.triton.plans import (
 )
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
-from sparge.config import RULES, SparseConfig
+from sparge.config import SCORE_RULES, SparseConfig
 from sparge.inputs import Inputs, Sample
 from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit, widened
 from sparge.stages import Blocks, Output
@@ -262,9 +262,16 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
-        *(setting(config, name, inputs, name in config.rule) for name in RULES),
+        *(setting(config, name, inputs, name in config.rule) for name in SCORE_RULES),
         setting(config, "similarity", inputs, config.similarity is not None), *scratch, bits,
     )  # fmt: skip
+    if plan.probe is not None:
+        valid = q if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
+        probed = (
+            q, inputs.key, valid, either(sight.unbroken, q), *sequence_ends(inputs),
+            setting(config, "probe", inputs, True), q.new_empty(plan.logs, dtype=torch.float32), bits,
+        )  # fmt: skip
+        plan.probe(probed, addresses_of(probed))
     plan.launch(tensors, addresses_of(tensors))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
     return BlockMask(bits, q_len, sight.k_len, config.block, sight)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from sparge.backends.triton.dispatch import Launch
-from sparge.backends.triton.sizes import SAMPLE_PARTS, Sizes, prepare_sizes, select_sizes, tile_sizes
+from sparge.backends.triton.sizes import (
+    SAMPLE_PARTS,
+    Sizes,
+    power_of_two,
+    prepare_sizes,
+    probe_sizes,
+    select_sizes,
+    tile_sizes,
+)
 from sparge.block_mask import WORD
 from sparge.config import RULES, SparseConfig
 from sparge.inputs import Signature
@@ -21,6 +29,7 @@ LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
 KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
 WEIGHT_BYTES = 1 << 27  # of predicted weights kept for a search's walks; longer problems compute them again
+PROBE_PROGRAMS = 396  # three for each of an H200's multiprocessors, each with scratch that should stay in L2
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -38,7 +47,9 @@ class SelectPlan:
     words: int
     weights: int  # kept between walks; 0: they are computed again
     shifts: int
+    logs: int  # kept by the probe
     launch: Launch
+    probe: Launch | None
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,28 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
         "PACKED": problem.packing is not None, "STORED": stored, **tuning,
     }  # fmt: skip
     launch = Launch(kernels.select, programs, numbers, constants)
-    return SelectPlan(size, words, stored * shifts * tuning["CHUNK"], stored * shifts, launch)
+    logs, probe = _probe(problem, config, size, words, chip) if "probe" in config.rule else (0, None)
+    return SelectPlan(size, words, stored * shifts * tuning["CHUNK"], stored * shifts, logs, launch, probe)
+
+
+def _probe(problem: Signature, config: SparseConfig, size: Sizes, words: int, chip: int) -> tuple[int, Launch]:
+    """How many numbers of scratch it takes, and the launch."""
+    from sparge.backends.triton import _probe as kernels
+
+    tuning = probe_sizes(chip, size.dim, config.block[1], problem.dtype == torch.float32)
+    tiles = -(-size.q_blocks * config.probe_rows // tuning["ROWS"])
+    all_tiles, per_program = tiles * size.batch * size.heads, tuning["ROWS"] * words * WORD
+    programs = min(all_tiles, PROBE_PROGRAMS, max(1, WEIGHT_BYTES // (4 * per_program)))
+    numbers = (
+        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_blocks,
+        words, *reach(problem), tiles, all_tiles, problem.scale * LOG2_E,
+        *_strides(problem, problem.q_strides, problem.k_strides),
+    )  # fmt: skip
+    constants = {
+        "D": size.dim, "DP": max(16, power_of_two(size.dim)), "BQ": config.block[0], "BK": config.block[1],
+        "PROBES": config.probe_rows, "HAS_VALID": problem.has_valid, "PACKED": problem.packing is not None, **tuning,
+    }  # fmt: skip
+    return programs * per_program, Launch(kernels.probe, programs, numbers, constants)
 
 
 class MaskBits(NamedTuple):

@@ -114,6 +114,13 @@ def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict
     return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": 3 if widest <= 128 else 2}
 
 
+def probe_sizes(chip: int, widest: int, block_keys: int, float32: bool) -> dict[str, int]:
+    """Sampled rows per program, keys per step."""
+    step = max(block_keys, 128 if widest <= 128 and not float32 else 64)
+    stages = 1 if float32 or (chip in SMALL_CHIPS and widest > 128) else 2 if chip in SMALL_CHIPS else 3
+    return {"ROWS": 64, "STEP": step, "num_warps": 4, "num_stages": stages}
+
+
 def tile_sizes(
     chip: int, widest: int, block: tuple[int, int], number_format: int, second: bool, float32: bool, packed: bool
 ) -> dict[str, int]:
