@@ -39,7 +39,8 @@ def contact_sheet(pairs: Sequence[Pair], path: Path) -> None:
 
 def shown_frames(count: int) -> NDArray[np.int64]:
     """Which frames stand for a video."""
-    return np.linspace(0, count - 1, min(SHOWN_FRAMES, count)).round().astype(np.int64)
+    places: NDArray[np.int64] = np.linspace(0, count - 1, min(SHOWN_FRAMES, count)).round().astype(np.int64)
+    return places
 
 
 def side_by_side(pair: Pair, path: Path, fps: int) -> None:
