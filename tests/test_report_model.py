@@ -252,22 +252,6 @@ def test_calls_of_ones_own_model_that_stay_dense(tmp_path: Path) -> None:
     assert report.vision[0]["psnr"] is None
 
 
-def test_the_trainable_example(tmp_path: Path) -> None:
-    from examples.train.model import ModelConfig, VideoTransformer
-
-    config = ModelConfig(frames=4, side=32, patch=4, channels=128, depth=2, classes=3)
-    model = VideoTransformer(config, order="hilbert").eval()
-
-    def velocity(seed: int) -> Tensor:
-        noise = torch.randn(1, 4, 32, 32, 3, generator=torch.Generator().manual_seed(seed))
-        return (noise + model(noise, torch.tensor([0.5]), torch.tensor([0])))[0].sigmoid()
-
-    report = report_model(model, velocity, tmp_path / "page.html", FEW, grid=config.grid)
-    assert called(report) == ["blocks.0.attention", "blocks.1.attention"]
-    assert report.look.order is not None
-    assert set(report.look.order["ways"]) == {"hilbert", "row"}
-
-
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from small_models import built, llama, tokens

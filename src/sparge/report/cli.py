@@ -87,7 +87,7 @@ def report(
     elif captured is None:
         needed += ["transformers"] if model is not None and model.suffix != ".gguf" else ["transformers", "gguf"]
     if any(importlib.util.find_spec(name) is None for name in needed):
-        package = "'sparge[report]'" if pipeline is None else "'sparge[report,eval]' diffusers"
+        package = "'sparge[report]'" if pipeline is None else "'sparge[report,eval]' diffusers accelerate"
         sys.exit(f"sparge report needs {', '.join(needed)} for this: pip install {package}.")
     from sparge.evaluate.command import Request as ModelRequest
     from sparge.evaluate.command import details_for
