@@ -161,12 +161,12 @@ def test_dense_steps_and_layers(tmp_path: Path) -> None:
     report = report_model(
         model, denoise, tmp_path / "page.html", FEW, seeds=1, dense_steps=2, dense_layers="blocks.0.*"
     )
-    assert report.about["looked at"] == "forward 4 of 4, seed 0"  # the middle one of the last two
+    assert report.about["looked at"] == "forward 4 of 4"  # the middle one of the last two
     assert called(report) == ["blocks.1.attn1"]
     kept = {row["layers"]: row["why"] for row in report.dense_layers()}
     assert kept["blocks.0.attn1"] == "kept dense as asked"
     dense = report_model(model, denoise, tmp_path / "page.html", FEW, seeds=1, dense_steps=2, forward=1)
-    assert dense.about["looked at"] == "forward 1 of 4, seed 0"
+    assert dense.about["looked at"] == "forward 1 of 4"
     assert dense.layers == []
 
 
@@ -199,6 +199,9 @@ def test_a_pipeline_by_its_arguments(pipe: Any, tmp_path: Path) -> None:
     assert report.samples[0]["ssim"] == pytest.approx(pair.ssim)
     assert report.vision[0]["seeds"] == len(report.samples) == 2
     assert report.vision[0]["skipped"] == pytest.approx(1 - pair.executed / pair.visible)
+    assert f"samples of 2 seeds, PSNR {report.vision[0]['psnr']:.2f} dB" in "".join(report.lines())
+    assert report.whole is not None
+    assert "medians of 5 dense and 5 sparse ones" in report.whole.measured  # without the first of each
     assert (tmp_path / "page.html").read_text().count('<img src="data:image/jpeg;base64,') == 6
 
 
@@ -221,7 +224,7 @@ def test_both_transformers_of_a_pipeline(tmp_path: Path) -> None:
 
     report = report_model(pipe, denoise, tmp_path / "page.html", FEW, seeds=1)
     assert [name.partition(".")[0] for name in called(report)] == 2 * ["transformer"] + 2 * ["transformer_2"]
-    assert report.about["looked at"] == "forward 2 of 2 of transformer and forward 2 of 2 of transformer_2, seed 0"
+    assert report.about["looked at"] == "forward 2 of 2 of transformer and forward 2 of 2 of transformer_2"
 
 
 # ---- models of one's own

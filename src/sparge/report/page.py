@@ -159,6 +159,9 @@ class Report:
         for row in self.results["rows"]:
             if row["task"] == "ppl":
                 shown.append(f"  perplexity {row['dense']:.3f} -> {row['sparse']:.3f} ({row['change']:+.2%})")
+        for row in self.vision:
+            decibels = "equal" if row["psnr"] is None else f"PSNR {row['psnr']:.2f} dB"
+            shown.append(f"  {row['settings']}: samples of {row['seeds']} seeds, {decibels}, SSIM {row['ssim']:.4f}")
         return shown + [f"  {one['layers']}: {one['action']}, {one['why']}" for one in self.dense_layers()] + self.notes
 
 

@@ -111,14 +111,13 @@ class Compared:
 
     def whole(self) -> Whole | None:
         """One forward of each model; sparse, one that had sparse calls."""
-        dense, sparse, count = 0.0, 0.0, 0
-        for name in self.sparse[0]:
-            ways = (_seconds(self.dense, name), _seconds(self.sparse, name, only_sparse=True))
-            if all(ways):
-                dense, sparse = dense + median(ways[0]), sparse + median(ways[1])
-                count += len(ways[1])
-        measured = f"the whole is one forward of the model, the median of {count} sparse ones"
-        return Whole(dense, sparse, measured) if count else None
+        ways = [(_seconds(self.dense, name), _seconds(self.sparse, name, only_sparse=True)) for name in self.sparse[0]]
+        timed = [way for way in ways if all(way)]
+        if not timed:
+            return None
+        counts = [sum(map(len, own)) for own in zip(*timed, strict=True)]
+        measured = f"the whole is one forward of the model (medians of {counts[0]} dense and {counts[1]} sparse ones)"
+        return Whole(sum(median(dense) for dense, _ in timed), sum(median(sparse) for _, sparse in timed), measured)
 
 
 def _seconds(samples: Sequence[dict[str, list[Forward]]], name: str, only_sparse: bool = False) -> list[float]:
@@ -196,11 +195,13 @@ def _about(subject: Subject, compared: Compared, chosen: Mapping[str, int]) -> d
         f"forward {number + 1} of {len(compared.sparse[0][name])}{f' of {name[:-1]}' if name else ''}"
         for name, number in chosen.items()
     ]
-    seeds = f"{subject.seeds} seed{'s' if subject.seeds > 1 else ''}"
+    seeds, of_seed = [f"{subject.seeds} seed{'s' if subject.seeds > 1 else ''}"], ", seed 0"
+    if not compared.pairs:  # what gives no pictures may know no seed either
+        seeds, of_seed = [], ""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "run": ", ".join([weight.device.type, str(weight.dtype).removeprefix("torch."), seeds]),
-        "looked at": f"{' and '.join(forwards)}, seed 0" if forwards else "nothing",
+        "run": ", ".join([weight.device.type, str(weight.dtype).removeprefix("torch."), *seeds]),
+        "looked at": " and ".join(forwards) + of_seed if forwards else "nothing",
         "machine": hardware(weight.device),
         "versions": versions(),
     }
