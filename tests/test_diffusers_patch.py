@@ -18,6 +18,7 @@ from torch import Tensor
 import sparge
 from sparge.integrations.diffusers import backend, families, running
 from sparge.integrations.diffusers.steps import Steps
+from sparge.observe import observed
 from sparge.profile import LayerProfile, Profile, ProfileError
 
 pytestmark = [
@@ -288,6 +289,25 @@ def test_steps_are_told_from_timesteps(times: list[int], steps: list[int]) -> No
 
 def test_timesteps_are_not_read_for_nothing() -> None:
     assert not Steps(dense=0).is_dense(None)
+
+
+@pytest.mark.parametrize("name", ["wan", "sd3"])  # through diffusers' dispatcher, and through torch's function
+def test_ctrl_c_leaves_nothing_behind(name: str) -> None:
+    one = SMALL[name]
+    model = one.built()
+    want = output(model, **one.inputs)
+
+    def stop(run: Any) -> None:
+        raise KeyboardInterrupt
+
+    with sparge.patch(model, SPARSE):
+        for _ in range(2):  # also when the patched model runs again
+            with pytest.raises(KeyboardInterrupt), observed(stop):
+                output(model, **one.inputs)
+    assert running.current() is None
+    with observed() as seen:
+        assert torch.equal(output(model, **one.inputs), want)
+    assert seen.calls == []
 
 
 # ---- pipelines

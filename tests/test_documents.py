@@ -15,13 +15,15 @@ NEEDED_BY = {
     "transformers": "from transformers import",
     "diffusers": "from diffusers import",
     "skimage": "evaluate.vision import",
+    "jinja2": "report.model import",
 }
 LINK = re.compile(r"(?:\]\(|src=\")([^)#\"]+)")
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_code_blocks_run(document: Path, seed: int) -> None:
+def test_code_blocks_run(document: Path, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     torch.manual_seed(seed)
     namespace: dict[str, object] = {}
     for number, block in enumerate(CODE.findall(document.read_text())):

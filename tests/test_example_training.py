@@ -36,6 +36,7 @@ from examples.train.recipes import RECIPES, estimate
 from examples.train.train import Limits, Run, RunError, train, write_results
 from sparge.cli import app
 from sparge.evaluate.vision import compare_samples
+from sparge.report.model import report_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -356,6 +357,19 @@ def test_the_hooks_say_that_there_are_no_weights_yet(tmp_path: Path, monkeypatch
     for hook in (sample.video, sample.image, sample.video_loss, sample.image_loss):
         with refused(WeightsError, "there are no weights"):
             hook(0)
+
+
+def test_a_report_looks_inside(sampler: sample.Sampler, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    few = sparge.SparseConfig(rule="topk", topk=0.5, quantization="none", block=(64, 32))
+    grid = sampler.model.config.grid
+    report = report_model(sampler.model, sampler, tmp_path / "page.html", few, seeds=1, grid=grid)
+    assert [layer.name for layer in report.layers] == [f"blocks.{n}.attention" for n in range(len(report.layers))]
+    assert len(report.layers) == sampler.model.config.depth
+    assert report.look.order is not None
+    assert report.look.order["grid"] == grid
+    assert set(report.look.order["ways"]) == {"hilbert", "row"}
+    assert report.vision[0]["psnr"] > 15
 
 
 def test_samples_can_be_looked_at(sampler: sample.Sampler, tmp_path: Path) -> None:

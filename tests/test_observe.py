@@ -43,3 +43,14 @@ def test_heads_that_are_redone_count_in_full() -> None:
     with observed() as seen:
         sparge.attention(q, k, v, config=careful)
     assert seen.executed == seen.visible
+
+
+def test_calls_that_stay_dense_are_counted_by_reason() -> None:
+    q, few = randn(0, 1, 2, 256, 32), randn(1, 1, 2, 8, 32)
+    said: list[str] = []
+    with observed(on_dense=said.append) as seen, sparge.patched(FEW):
+        for x in (q, few, few):
+            torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert len(seen.calls) == 1
+    assert list(seen.dense.values()) == [2]
+    assert said == 2 * ["at most 16 query rows gain nothing."]

@@ -21,10 +21,10 @@ from sparge.evaluate import command as evaluation
 from sparge.evaluate.models import LanguageModel
 from sparge.inputs import prepare_inputs
 from sparge.observe import observed
-from sparge.report import command, sources
+from sparge.report import command, inside
 from sparge.report.findings import LayerFindings, look_at
 from sparge.report.mass import FULL, INVISIBLE, exact_attention, picture, picture_side
-from sparge.report.sources import drawn_order
+from sparge.report.orders import drawn_order
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
 FEW = "rule=topk,topk=0.3,subblocks=1x1,sinks=0,quantization=none,block=64x32"
@@ -303,13 +303,13 @@ def test_ctrl_c_keeps_the_layers_that_are_done(
 ) -> None:
     done: list[str] = []
 
-    def until_one(run: Any, name: str, side: int) -> LayerFindings:
+    def until_one(run: Any, name: str, side: int, exact: Any) -> LayerFindings:
         if done:
             raise KeyboardInterrupt
         done.append(name)
-        return look_at(run, name, side)
+        return look_at(run, name, side, exact)
 
-    monkeypatch.setattr(sources, "look_at", until_one)
+    monkeypatch.setattr(inside, "look_at", until_one)
     page = tmp_path / "page.html"
     result = run(str(page), *copies, "--config", FEW)
     assert result.exit_code == 130

@@ -13,6 +13,7 @@ from problems import randn
 
 from sparge.bench.captured import Captured
 from sparge.config import SparseConfig
+from sparge.report.model import report_model
 from sparge.report.page import Report, write_page
 from sparge.report.sources import look_at_captured
 
@@ -29,18 +30,31 @@ HEADS, LAYERS, FIRST = 4, 3, 5  # layers go by the number in their names
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of different sparsity, with everything that a page can have."""
     config = SparseConfig(rule="topk", topk=0.3, subblocks=(1, 1), sinks=0, quantization="none", block=(64, 32))
-    look, order = None, None
+    look = None
     for layer in range(LAYERS):
         q, k, v = (randn(3 * layer + seed, HEADS, 384, 32).cumsum(-2) / 8 for seed in range(3))
         captured = Captured(q, k, v, False, f"layers.{layer + FIRST}.attention")
-        one, order = look_at_captured(captured, config, torch.device("cpu"), (4, 8, 12), lambda name: None)
+        one = look_at_captured(captured, config, torch.device("cpu"), (4, 8, 12), lambda name: None)
         look = one if look is None else look
         look.layers += one.layers if one is not look else []
     assert look is not None
     sample = {"settings": "default", "seeds": 4, "psnr": 31.2, "worst_psnr": None, "ssim": 0.99, "skipped": 0.5}
-    report = Report("a model", "few", {"run": "cpu"}, look, order=order, vision=[{**sample, "speedup": 2.0}])
+    report = Report("a model", "few", {"run": "cpu"}, look, vision=[{**sample, "speedup": 2.0}])
     path = tmp_path_factory.mktemp("report") / "page.html"
     write_page(report, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipeline_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a small pipeline that makes video."""
+    pytest.importorskip("diffusers")
+    pytest.importorskip("skimage")
+    from small_pipeline import SIZE, small_pipeline
+
+    path = tmp_path_factory.mktemp("report") / "pipeline.html"
+    asked = {"prompt": "a cat", "num_inference_steps": 2, **SIZE}
+    report_model(small_pipeline(), asked, path, SparseConfig(rule="topk", topk=0.3, quantization="none"))
     return path
 
 
@@ -77,6 +91,24 @@ def test_it_loads_without_a_complaint_and_fits(browser: Any, page_file: Path, wi
         "document.getElementById('mass').toDataURL()"
     )
     assert len(page.screenshot(full_page=True)) > 20_000
+    assert said == []
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
+def test_the_page_of_a_pipeline(browser: Any, pipeline_page: Path, width: int, scheme: str) -> None:
+    page, said = open_page(browser, pipeline_page, width, scheme)
+    assert page.locator("#map-sparsity button").count() == 2 * 2
+    assert page.locator("#curve canvas").count() == 3  # frames of tokens
+    assert page.locator("#orders tbody tr").count() == 2
+    strips = page.locator(".samples img")
+    assert strips.count() == 2 * 3
+    for strip in strips.all():
+        assert strip.evaluate("image => image.complete && image.naturalWidth") == 6 * 192  # six frames, doubled
+        assert strip.bounding_box()["width"] <= width
+    assert page.locator("#time .bar").count() == 2
+    assert "cross-attention" in page.inner_text("#dense")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert said == []
 
 

@@ -20,7 +20,9 @@ class Observed:
     """The calls of one block. Reading the numbers waits for the device."""
 
     calls: list[Stats] = field(default_factory=list)
+    dense: Counter[str] = field(default_factory=Counter)  # calls that never came to sparge.attention, by the reason
     on_run: Callable[[Run], None] | None = None
+    on_dense: Callable[[str], None] | None = None
 
     @property
     def executed(self) -> int:
@@ -42,10 +44,13 @@ _open: ContextVar[Observed | None] = ContextVar("sparge_observed", default=None)
 
 
 @contextmanager
-def observed(on_run: Callable[[Run], None] | None = None) -> Iterator[Observed]:
+def observed(
+    on_run: Callable[[Run], None] | None = None, on_dense: Callable[[str], None] | None = None
+) -> Iterator[Observed]:
     """Only in this thread or asyncio task; of nested blocks the innermost counts.
 
-    on_run  is also called with each run: its inputs, mask and output, which a longer memory would have to copy
+    on_run    is also called with each run: its inputs, mask and output, which a longer memory would have to copy
+    on_dense  is also called with the reason of each call that a patched model has to leave to dense attention
 
     >>> import sparge, torch
     >>> q = torch.randn(1, 2, 256, 32)
@@ -54,7 +59,7 @@ def observed(on_run: Callable[[Run], None] | None = None) -> Iterator[Observed]:
     >>> len(seen.calls), seen.executed, seen.visible
     (1, 16, 16)
     """
-    seen = Observed(on_run=on_run)
+    seen = Observed(on_run=on_run, on_dense=on_dense)
     token = _open.set(seen)
     try:
         yield seen
@@ -74,3 +79,13 @@ def note(run: Run) -> None:
     seen.calls.append(run.stats())
     if seen.on_run is not None:
         seen.on_run(run)
+
+
+def note_dense(reason: str) -> None:
+    """Called where a patched model leaves a call to dense attention that was to be sparse."""
+    seen = _open.get()
+    if seen is None:
+        return
+    seen.dense[reason] += 1
+    if seen.on_dense is not None:
+        seen.on_dense(reason)

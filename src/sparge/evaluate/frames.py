@@ -25,7 +25,7 @@ def contact_sheet(pairs: Sequence[Pair], path: Path) -> None:
 
     rows = []
     for pair in pairs:
-        shown = np.linspace(0, len(pair.dense) - 1, min(SHOWN_FRAMES, len(pair.dense))).round().astype(int)
+        shown = shown_frames(len(pair.dense))
         apart = np.abs(pair.dense - pair.sparse)
         decibels = "equal" if pair.psnr is None else f"{pair.psnr:.1f} dB"
         for name, frames in (
@@ -33,13 +33,19 @@ def contact_sheet(pairs: Sequence[Pair], path: Path) -> None:
             (f"sparse, {decibels}", pair.sparse),
             ("4 x difference", apart * 4),
         ):
-            rows.append(_labelled(f"seed {pair.seed}, {name}", np.concatenate(list(_bytes(frames)[shown]), axis=1)))
+            rows.append(_labelled(f"seed {pair.seed}, {name}", np.concatenate(list(as_bytes(frames)[shown]), axis=1)))
     Image.fromarray(_stacked(rows)).save(path)
+
+
+def shown_frames(count: int) -> NDArray[np.int64]:
+    """Which frames stand for a video."""
+    places: NDArray[np.int64] = np.linspace(0, count - 1, min(SHOWN_FRAMES, count)).round().astype(np.int64)
+    return places
 
 
 def side_by_side(pair: Pair, path: Path, fps: int) -> None:
     """The dense frames on the left, the sparse ones on the right; .gif or .mp4 by the name of the file."""
-    both = np.concatenate([_bytes(pair.dense), _bytes(pair.sparse)], axis=2)
+    both = np.concatenate([as_bytes(pair.dense), as_bytes(pair.sparse)], axis=2)
     frames = [_labelled(f"seed {pair.seed}: dense | sparse", frame) for frame in both]
     if path.suffix == ".mp4":
         _write_mp4(frames, path, fps)
@@ -72,7 +78,7 @@ def _write_mp4(frames: Sequence[Bytes], path: Path, fps: int) -> None:
     imageio.mimwrite(path, [frame[:height, :width] for frame in frames], fps=fps, macro_block_size=2)
 
 
-def _bytes(frames: Frames) -> Bytes:
+def as_bytes(frames: Frames) -> Bytes:
     """With three channels."""
     shown: Bytes = (np.clip(frames, 0, 1) * 255).round().astype(np.uint8)
     return np.repeat(shown, 3, axis=-1) if shown.shape[-1] == 1 else shown

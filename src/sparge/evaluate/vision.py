@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from sparge.evaluate.statistics import Interval, mean_interval
 from sparge.observe import observed
 
+if TYPE_CHECKING:
+    from sparge.api import Run
+
 Frames = NDArray[np.float32]  # [frames, height, width, channels], from 0 to 1
 Sparse = Callable[[], AbstractContextManager[Any]]  # as in lambda: sparge.patch(model)
 SMALLEST_SIDE = 7  # of SSIM's window
@@ -23,6 +26,16 @@ SMALLEST_SIDE = 7  # of SSIM's window
 
 class SampleError(ValueError):
     """Samples that cannot be compared; the message is one sentence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """What a function of a seed gave, the seconds it took, and the blocks that sparge computed and could see."""
+
+    output: Any
+    seconds: float
+    executed: int
+    visible: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +91,34 @@ def compare_samples(
     """
     pairs: dict[str, list[Pair]] = {way: [] for way in ways}
     for seed in seeds:
-        dense, dense_seconds, (_, touched) = _sampled(sample, seed, nullcontext)
-        if touched:
-            raise SampleError("the samples are sparse outside of the block too: unpatch the model first.")
+        dense = sampled(sample, seed)
+        dense = replace(dense, output=as_frames(dense.output))  # what cannot be compared is told before more is sampled
         for way, block in ways.items():
-            other, seconds, counts = _sampled(sample, seed, block)
-            likeness = squared_error(dense, other), ssim(dense, other)
-            pair = Pair(seed, *likeness, dense_seconds, seconds, *counts, dense, other)
+            pair = paired(seed, dense, sampled(sample, seed, block))
             pairs[way].append(pair)
             if on_pair is not None:
                 on_pair(way, pair)
     return pairs
+
+
+def sampled(
+    sample: Callable[[int], Any], seed: int, block: Sparse | None = None, on_run: Callable[[Run], None] | None = None
+) -> Sampled:
+    """sample(seed) as it is, or inside of a block that makes it sparse; on_run is called with each run of sparge."""
+    with nullcontext() if block is None else block(), observed(on_run) as seen:
+        start = now()
+        output = sample(seed)
+        seconds = now() - start
+    if block is None and seen.visible:
+        raise SampleError("the samples are sparse outside of the block too: unpatch the model first.")
+    return Sampled(output, seconds, seen.executed, seen.visible)
+
+
+def paired(seed: int, dense: Sampled, sparse: Sampled) -> Pair:
+    """Both ways of one seed, compared."""
+    first, second = as_frames(dense.output), as_frames(sparse.output)
+    likeness = squared_error(first, second), ssim(first, second)
+    return Pair(seed, *likeness, dense.seconds, sparse.seconds, sparse.executed, sparse.visible, first, second)
 
 
 def compare_losses(loss: Callable[[int], Any], seeds: Iterable[int], ways: Mapping[str, Sparse]) -> dict[str, LossGap]:
@@ -149,16 +179,8 @@ def ssim(first: Frames, second: Frames) -> float:
     return sum(each) / len(each)
 
 
-def _sampled(sample: Callable[[int], Any], seed: int, block: Sparse) -> tuple[Frames, float, tuple[int, int]]:
-    """The frames, the seconds they took, and the blocks that sparge computed and could see."""
-    with block(), observed() as seen:
-        start = _now()
-        sampled = sample(seed)
-        seconds = _now() - start
-    return as_frames(sampled), seconds, (seen.executed, seen.visible)
-
-
-def _now() -> float:
+def now() -> float:
+    """Seconds, with nothing left to do on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

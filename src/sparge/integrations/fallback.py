@@ -14,6 +14,7 @@ from sparge.config import SparseConfig
 from sparge.distributed.agreement import refusals_told
 from sparge.distributed.context import in_block
 from sparge.inputs import prepare_inputs
+from sparge.observe import note_dense
 
 FEW_ROWS = 16  # up to this many query rows (decoding, also speculative) prediction costs more than it saves
 FEW = f"at most {FEW_ROWS} query rows gain nothing"
@@ -36,7 +37,8 @@ def constant_when_compiled(function: Function) -> Function:
 
 @constant_when_compiled
 def warn_once(layer: str, reason: str) -> None:
-    """Once per kind of layer and reason; under torch.compile while it traces."""
+    """Once per kind of layer and reason, counted each time; under torch.compile while it traces."""
+    note_dense(reason)
     if (layer, reason) in _said:
         return
     _said.add((layer, reason))

@@ -136,6 +136,7 @@ def unpatch(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} is not patched, so there is nothing to restore.")
     for part in patched:
         record: ImplementationSwitch | hooks.Installed | None = vars(part).pop(RECORD)
+        hooks.abandon(part)
         if record is not None:
             record.restore()
         for module in part.modules():

@@ -18,6 +18,7 @@ from sparge.api import attention
 from sparge.config import SparseConfig
 from sparge.distributed.context import in_block
 from sparge.integrations.fallback import FEW, FEW_ROWS, dense_anyway, refusal, refuse_dense_shard
+from sparge.observe import note_dense
 
 
 @dataclass
@@ -49,6 +50,7 @@ class _Block:
         if reason is not None:
             refuse_dense_shard(reason)
             self.calls.dense[reason] += 1
+            note_dense(reason)
             return torch_attention(query, key, value, **arguments)
         self.calls.sparse += 1
         return attention(query, key, value, **arguments, config=self.config)

@@ -22,6 +22,19 @@ def report(
     captured: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Q, K and V of one layer (sparge capture) instead of a model.")
     ] = None,
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="A pipeline of diffusers instead, as save_pretrained writes it."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="--pipeline: what to make.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="--pipeline: denoising steps. Default: its own.")] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="HEIGHT,WIDTH", help="--pipeline: in pixels. Default: its own.")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="--pipeline: of a video. Default: its own.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="--pipeline: samples to compare, from seed 0. Default: 2.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=128, help="Length to read. Default: 4096, at most.")] = None,
     text: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text, or python-docs or python-code. Default: python-docs.")
@@ -42,7 +55,10 @@ def report(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: that of the model's file.")
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16. Default: that of the model's file; of a pipeline, see the docs."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Also print the figures as JSON, and nothing else.")] = False,
 ) -> None:
@@ -50,7 +66,8 @@ def report(
 
     Sparsity, error and missed attention for each layer and head, masks beside
     the true attention, where the time goes, what stayed dense and why,
-    perplexity both ways. Ctrl-C keeps what was done.
+    perplexity both ways; of a pipeline samples both ways. Ctrl-C keeps what
+    was done.
 
     Examples:
 
@@ -61,33 +78,48 @@ def report(
       sparge report mine.html --model folder --profile mine.safetensors
 
       sparge report video.html --captured video.safetensors --grid 16,30,45
+
+      sparge report wan.html --pipeline folder --prompt "a cat" --steps 20
     """
     needed = ["jinja2"]
-    if captured is None:
+    if pipeline is not None:
+        needed += ["diffusers", "transformers", "skimage", "PIL"]
+    elif captured is None:
         needed += ["transformers"] if model is not None and model.suffix != ".gguf" else ["transformers", "gguf"]
     if any(importlib.util.find_spec(name) is None for name in needed):
-        sys.exit(f"sparge report needs {', '.join(needed)} for this: pip install 'sparge[report]'.")
+        package = "'sparge[report]'" if pipeline is None else "'sparge[report,eval]' diffusers accelerate"
+        sys.exit(f"sparge report needs {', '.join(needed)} for this: pip install {package}.")
     from sparge.evaluate.command import Request as ModelRequest
     from sparge.evaluate.command import details_for
     from sparge.evaluate.settings import DEFAULT, parse_config, parse_device, parse_dtype, variants_of
     from sparge.evaluate.tasks import NEEDLE, PPL
     from sparge.evaluate.texts import read_texts
     from sparge.report.command import CapturedRequest, Request, captured_request, read_vision, run_report
+    from sparge.report.pipeline import PipelineRequest, pipeline_request
 
-    source: ModelRequest | CapturedRequest
+    source: ModelRequest | CapturedRequest | PipelineRequest
+    for_readers = {"--model": model, "--text": text, "--needles": needles or None, "--yarn": yarn}
+    for_pipelines = {"--prompt": prompt, "--steps": steps, "--size": size, "--frames": frames, "--seeds": seeds}
     try:
-        if captured is not None:
-            for_models = {
-                "--model": model, "--text": text, "--profile": profile, "--needles": needles or None, "--yarn": yarn,
-                "--dtype": dtype,
-            }  # fmt: skip
+        if pipeline is None:
+            _refuse(for_pipelines, "is for a --pipeline")
+        if config is not None and profile is not None:
+            raise ValueError("a page shows one of --config and --profile: give only one.")
+        if pipeline is not None:
+            _refuse(
+                {**for_readers, "--captured": captured, "--tokens": tokens, "--grid": grid}, "is not for a --pipeline"
+            )
+            variant = variants_of([config] if config else [], [profile] if profile else [])[0]
+            source = pipeline_request(
+                pipeline, prompt, steps, size, frames, variant, seeds or 2, parse_device(device), parse_dtype(dtype)
+            )
+        elif captured is not None:
+            for_models = {**for_readers, "--profile": profile, "--dtype": dtype}
             _refuse(for_models, "is for models, and --captured names a file of tensors")
             settings = config or DEFAULT
             source = captured_request(captured, tokens, grid, parse_config(settings), settings, parse_device(device))
         else:
             _refuse({"--grid": grid}, "is for --captured tokens of images or video")
-            if config is not None and profile is not None:
-                raise ValueError("a page shows one of --config and --profile: give only one.")
             tasks = (PPL, NEEDLE) if needles else (PPL,)
             source = ModelRequest(
                 tasks=tasks,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -23,14 +22,18 @@ from sparge.evaluate import command as evaluation
 from sparge.evaluate.language import evaluate
 from sparge.evaluate.results import LanguageResults
 from sparge.evaluate.tasks import PPL, Case
+from sparge.integrations.diffusers.order import Grid
 from sparge.integrations.fallback import DenseAttentionWarning
 from sparge.progress import INTERRUPTED, progress_on
-from sparge.report.page import Report, write_page
-from sparge.report.sources import Grid, Look, look_at_captured, look_at_model
+from sparge.report.inside import Look
+from sparge.report.model import function_of_seed
+from sparge.report.page import Report, Whole, check_writable, write_page
+from sparge.report.pipeline import PipelineRequest, load_pipeline
+from sparge.report.samples import VISION, Subject, examine
+from sparge.report.sources import look_at_captured, look_at_model
 
 CAPTURED_TOKENS = 4096
 LOOK_COST = 4  # about so many prefills: the progress bar goes by it
-VISION = ("settings", "seeds", "psnr", "worst_psnr", "ssim", "skipped", "speedup")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class CapturedRequest:
 class Request:
     """What to look at, what else belongs on the page, and where it goes."""
 
-    source: evaluation.Request | CapturedRequest
+    source: evaluation.Request | CapturedRequest | PipelineRequest
     out: Path
     vision: list[dict[str, Any]] = field(default_factory=list)
 
@@ -59,7 +62,7 @@ Step = Callable[..., None]  # step(what, advance, total)
 def run_report(request: Request, as_json: bool) -> int:
     """Looks, writes, prints; returns the exit code."""
     console = Console(stderr=as_json)
-    _check_writable(request.out)  # before the work, not after
+    check_writable(request.out)  # before the work, not after
     with progress_on(console) as progress, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", DenseAttentionWarning)
         task = progress.add_task("starting", total=None)
@@ -69,9 +72,9 @@ def run_report(request: Request, as_json: bool) -> int:
             if total is not None:
                 progress.update(task, total=total)
 
-        source = request.source
-        report = _of_captured(source, step) if isinstance(source, CapturedRequest) else _of_model(source, step)
-    report = replace(report, vision=request.vision, notes=[*report.notes, *dict.fromkeys(str(x.message) for x in said)])
+        report = _of(request.source, step)
+    vision = [*report.vision, *request.vision]
+    report = replace(report, vision=vision, notes=[*report.notes, *dict.fromkeys(str(x.message) for x in said)])
     write_page(report, request.out)
     if as_json:
         print(json.dumps({"file": str(request.out), **report.plain(pictures=False)}, indent=1, allow_nan=False))
@@ -83,12 +86,19 @@ def run_report(request: Request, as_json: bool) -> int:
     return INTERRUPTED if report.interrupted else 0
 
 
-def _check_writable(page: Path) -> None:
-    if page.is_dir():
-        raise ValueError(f"{page} is a folder; name the page to write, as in {page / 'report.html'}.")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=page.parent):
-        pass
+def _of(source: evaluation.Request | CapturedRequest | PipelineRequest, step: Step) -> Report:
+    if isinstance(source, CapturedRequest):
+        return _of_captured(source, step)
+    return _of_pipeline(source, step) if isinstance(source, PipelineRequest) else _of_model(source, step)
+
+
+def _of_pipeline(request: PipelineRequest, step: Step) -> Report:
+    step("loading the pipeline")
+    pipeline = load_pipeline(request)
+    run = function_of_seed(pipeline, request.arguments)
+    step("sampling", total=2 * request.seeds + 1)
+    subject = Subject(pipeline, run, request.variant, request.seeds)
+    return examine(subject, type(pipeline).__name__, {"command": shlex.join(["sparge", *sys.argv[1:]])}, step)
 
 
 def _of_model(request: evaluation.Request, step: Step) -> Report:
@@ -113,8 +123,16 @@ def _of_model(request: evaluation.Request, step: Step) -> Report:
         about=evaluation.about(request, loaded),
         look=look,
         results=_plain(results),
+        whole=_prefill(results),
         notes=notes,
     )
+
+
+def _prefill(results: LanguageResults) -> Whole | None:
+    """How long one took both ways."""
+    row = next((row for row in results.rows() if row.task == PPL), None) if results.cases else None
+    measured = "a whole prefill was timed once each way, so a busy machine shows there"
+    return None if row is None else Whole(row.dense_seconds, row.sparse_seconds, measured)
 
 
 def _plain(results: LanguageResults) -> dict[str, Any]:
@@ -131,7 +149,7 @@ def _plain(results: LanguageResults) -> dict[str, Any]:
 def _of_captured(request: CapturedRequest, step: Step) -> Report:
     captured = request.captured
     step("looking inside", total=1 if request.grid is None else 2)
-    look, order = look_at_captured(captured, request.config, request.device, request.grid, lambda name: step(name, 1))
+    look = look_at_captured(captured, request.config, request.device, request.grid, lambda name: step(name, 1))
     about = {
         "command": shlex.join(["sparge", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -139,7 +157,7 @@ def _of_captured(request: CapturedRequest, step: Step) -> Report:
         "machine": hardware(request.device),
         "versions": versions(),
     }
-    return Report(title=captured.source, settings=request.settings, about=about, look=look, order=order)
+    return Report(title=captured.source, settings=request.settings, about=about, look=look)
 
 
 def captured_request(

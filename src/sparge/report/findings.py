@@ -14,7 +14,7 @@ from sparge.api import Run
 from sparge.backends.dense import DensePlan
 from sparge.inputs import Inputs
 from sparge.reference import GROUP
-from sparge.report.mass import exact_attention, picture
+from sparge.report.mass import Exact, exact_attention, picture
 
 TIMED_RUNS = 2  # the better of them counts
 
@@ -57,21 +57,23 @@ class LayerFindings:
         return {**asdict(self), "sparsity": self.sparsity}
 
 
-def look_at(run: Run, name: str, side: int) -> LayerFindings:
-    """Everything about one run of the pipeline; batch entries are taken together, pictures are of the first."""
+def look_at(run: Run, name: str, side: int, exact: Exact | None = None) -> LayerFindings:
+    """Everything about one run of the pipeline; batch entries are taken together, pictures are of the first.
+
+    exact  its attention without approximation, where that is known already
+    """
     inputs, config = run.inputs, run.choice.config
     if inputs.packing is not None:
         raise ValueError("a report looks at whole sequences, not at packed ones.")
     stats = run.stats()
     heads, rows, head_dim = inputs.query.shape[1:]
-    exact = exact_attention(inputs, config.block)
+    exact = exact or exact_attention(inputs, config.block)
     if not bool(exact.values.isfinite().all()):
         raise ValueError(f"{name}: its Q, K or V hold NaN or infinity, so that there is no error to measure.")
     visible = inputs.visibility.blocks(*config.block).expand_as(exact.mass)
     kept = run.mask.to_dense().expand_as(exact.mass) & visible
     if stats.redone is not None:
         kept = kept | (stats.redone[..., None, None] & visible)
-    off = (run.output.values.float() - exact.values).abs().sum((0, 2, 3))
     left_out = stats.skipped_pv.sum(0) * GROUP / config.block[0]
     whole = exact.mass.sum((0, 2, 3)).clamp(min=1e-30)
     return LayerFindings(
@@ -84,12 +86,18 @@ def look_at(run: Run, name: str, side: int) -> LayerFindings:
         head_dim=head_dim,
         executed=stats.executed.sum(0).tolist(),
         visible=stats.visible.sum(0).tolist(),
-        error=_list(off / exact.values.abs().sum((0, 2, 3)).clamp(min=1e-30)),
+        error=relative_error(run, exact.values),
         missed=_list(exact.mass.masked_fill(kept, 0.0).sum((0, 2, 3)) / whole),
         skipped_values=_list(left_out / stats.executed.sum(0).clamp(min=1)),
         seconds=_seconds(run),
         pictures=[picture(kept[0, head], visible[0, head], exact.mass[0, head], side) for head in range(heads)],
     )
+
+
+def relative_error(run: Run, exact: Tensor) -> list[float]:
+    """L1, head by head."""
+    off = (run.output.values.float() - exact).abs().sum((0, 2, 3))
+    return _list(off / exact.abs().sum((0, 2, 3)).clamp(min=1e-30))
 
 
 def _list(values: Tensor) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparge.integrations.layers import SPARSE
 from sparge.report.findings import LayerFindings
-from sparge.report.sources import Look
+from sparge.report.inside import Look
 
 PARTS = ("page.css", "page.js")
 METRICS = {
@@ -21,6 +21,15 @@ METRICS = {
     "error": "Relative L1 error against exact attention",
     "missed": "True attention in skipped blocks",
 }
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Seconds of all that a model does while its layers are looked at, both ways."""
+
+    dense: float
+    sparse: float
+    measured: str  # how, as a half-sentence
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,9 @@ class Report:
     about: dict[str, Any]
     look: Look
     results: dict[str, Any] = field(default_factory=lambda: {"rows": [], "cases": []})
-    order: dict[str, Any] | None = None
+    whole: Whole | None = None
     vision: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -59,9 +69,8 @@ class Report:
         }
 
     def time_split(self) -> list[dict[str, Any]]:
-        """Seconds of a prefill both ways by part; `rest` is known where a whole model was timed and looked at."""
-        timed = [] if self.interrupted else self.results["rows"]
-        row = next((row for row in timed if row["task"] == "ppl"), None)
+        """Seconds both ways by part; `rest` is known where a whole model was timed and looked at."""
+        known = None if self.interrupted else self.whole
         if not self.layers:
             return []
         dense = {"attention": sum(layer.seconds.dense for layer in self.layers)}
@@ -71,8 +80,8 @@ class Report:
         }
         split = []
         for way, parts in (("dense", dense), ("sparse", sparse)):
-            whole = sum(parts.values()) if row is None else float(row[f"{way}_seconds"])
-            rest = {} if row is None else {"rest": max(0.0, whole - sum(parts.values()))}
+            whole: float = sum(parts.values()) if known is None else getattr(known, way)
+            rest = {} if known is None else {"rest": max(0.0, whole - sum(parts.values()))}
             split.append({"way": way, "whole": whole, "parts": {**parts, **rest}})
         return split
 
@@ -83,10 +92,15 @@ class Report:
         for layer in self.layers:
             if layer.backend == "dense":
                 reasons.setdefault(("dense", layer.reason), []).append(layer.name)
+        refused, names = self.look.refused, {planned.name for planned in self.look.planned}
+        for name in refused:
+            if name not in names | seen.keys():
+                reasons.setdefault(("dense", refused[name]), []).append(name)
         for planned in self.look.planned:
             if planned.name in seen or (self.interrupted and planned.action == SPARSE):
                 continue
-            why = "its calls did not reach sparge; see the notes" if planned.action == SPARSE else planned.why
+            silent = "its calls did not reach sparge; see the notes"
+            why = refused.get(planned.name, silent) if planned.action == SPARSE else planned.why
             action = "dense" if planned.action == SPARSE else planned.action
             reasons.setdefault((action, why), []).append(planned.name)
         return [
@@ -120,7 +134,7 @@ class Report:
 
     def plain(self, pictures: bool = True) -> dict[str, Any]:
         """As JSON has it."""
-        layers = [layer.plain() for layer in self.layers]
+        layers, order = [layer.plain() for layer in self.layers], self.look.order
         if not pictures:
             for layer in layers:
                 del layer["pictures"]
@@ -128,8 +142,9 @@ class Report:
             "title": self.title, "settings": self.settings, "about": self.about, "summary": self.summary(),
             "interrupted": self.interrupted, "notes": self.notes, "time": self.time_split(),
             "rows": self.results["rows"], "needles": self.needles(), "vision": self.vision, "backends": self.backends(),
-            "dense_layers": self.dense_layers(), "layers": layers,
-            "order": self.order if pictures or self.order is None else {**self.order, "path": None},
+            "dense_layers": self.dense_layers(), "layers": layers, "samples": self.samples if pictures else [],
+            "measured": None if self.whole is None else self.whole.measured,
+            "order": order if pictures or order is None else {**order, "path": None},
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -144,7 +159,19 @@ class Report:
         for row in self.results["rows"]:
             if row["task"] == "ppl":
                 shown.append(f"  perplexity {row['dense']:.3f} -> {row['sparse']:.3f} ({row['change']:+.2%})")
+        for row in self.vision:
+            decibels = "equal" if row["psnr"] is None else f"PSNR {row['psnr']:.2f} dB"
+            shown.append(f"  {row['settings']}: samples of {row['seeds']} seeds, {decibels}, SSIM {row['ssim']:.4f}")
         return shown + [f"  {one['layers']}: {one['action']}, {one['why']}" for one in self.dense_layers()] + self.notes
+
+
+def check_writable(page: Path) -> None:
+    """Raise unless the page can be written; makes its folder."""
+    if page.is_dir():
+        raise ValueError(f"{page} is a folder; name the page to write, as in {page / 'report.html'}.")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=page.parent):
+        pass
 
 
 def write_page(report: Report, path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,61 +12,30 @@ from sparge.api import Run, attention
 from sparge.bench.captured import Captured
 from sparge.config import SparseConfig
 from sparge.evaluate.language import Variant
-from sparge.integrations.layers import Layer
+from sparge.integrations.diffusers.order import Grid
 from sparge.integrations.patch import patch
 from sparge.observe import observed
 from sparge.ordering import token_order
 from sparge.report.findings import LayerFindings, look_at
+from sparge.report.inside import Look, OnLayer, look_inside
 from sparge.report.mass import picture_side
-
-Grid = tuple[int, int, int]
-OnLayer = Callable[[str], None]
-DRAWN_CELLS = 20_000  # a curve through more could not be told from a filled box
+from sparge.report.orders import drawn_order, mean
 
 
-@dataclass
-class Look:
-    """The layers that were looked at, in the order of their calls, and what was planned for each."""
-
-    layers: list[LayerFindings] = field(default_factory=list)
-    planned: tuple[Layer, ...] = ()
-    interrupted: bool = False
-
-
-@torch.no_grad()
 def look_at_model(model: Any, ids: Sequence[int], variant: Variant, on_layer: OnLayer) -> Look:
-    """One sparse prefill. Ctrl-C keeps the layers that are done."""
+    """One sparse prefill."""
     plan = patch(model, variant.config, variant.profile, dry_run=True)
-    look = Look(planned=plan.layers)
-    side = picture_side(sum(layer.heads or 1 for layer in plan.layers))
-    entered = [""]
-
-    def enter(name: str, *_: Any) -> None:
-        entered[0] = name
-
-    def keep(run: Run) -> None:
-        look.layers.append(look_at(run, entered[0], side))
-        on_layer(entered[0])
-
-    hooks = [
-        model.get_submodule(layer.name).register_forward_pre_hook(partial(enter, layer.name)) for layer in plan.layers
-    ]
+    sparse = partial(patch, model, variant.config, variant.profile)
     tokens = torch.tensor([list(ids)], device=model.device)
-    try:
-        with patch(model, variant.config, variant.profile), observed(keep):
-            model.base_model(tokens, use_cache=False)
-    except KeyboardInterrupt:
-        look.interrupted = True
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return look
+    prefill = partial(model.base_model, tokens, use_cache=False)
+    side = picture_side(sum(layer.heads or 1 for layer in plan.layers))
+    return look_inside({"": model}, plan.layers, sparse, prefill, side, on_layer)
 
 
 @torch.no_grad()
 def look_at_captured(
     captured: Captured, config: SparseConfig, device: torch.device, grid: Grid | None, on_layer: OnLayer
-) -> tuple[Look, dict[str, Any] | None]:
+) -> Look:
     """One call. Tokens of a grid are put in Hilbert order; how they fare in the order they came in is told too."""
     dtype = torch.float32 if device.type == "cpu" else captured.query.dtype
     query, key, value = (x[None].to(device, dtype) for x in (captured.query, captured.key, captured.value))
@@ -84,20 +52,9 @@ def look_at_captured(
             q, k, v = (x if order is None else order.apply(x) for x in (query, key, value))
             with observed(keep):
                 attention(q, k, v, is_causal=captured.causal, enable_gqa=True, config=config)
-            ways[name] = {"sparsity": _mean(found[-1].sparsity), "error": _mean(found[-1].error)}
+            ways[name] = {"sparsity": mean(found[-1].sparsity), "error": mean(found[-1].error)}
     except KeyboardInterrupt:
         look.interrupted = True
     look.layers = found[:1]  # those in the best order
-    return look, None if grid is None else {**drawn_order(grid), "ways": ways}
-
-
-def drawn_order(grid: Grid) -> dict[str, Any]:
-    """The Hilbert curve through a grid, or through a coarser one of the same shape where it is too fine to see."""
-    drawn = grid
-    while drawn[0] * drawn[1] * drawn[2] > DRAWN_CELLS:
-        drawn = (-(-drawn[0] // 2), -(-drawn[1] // 2), -(-drawn[2] // 2))
-    return {"grid": grid, "drawn": drawn, "path": token_order(drawn).permutation.tolist()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    look.order = None if grid is None else {**drawn_order(grid), "ways": ways}
+    return look

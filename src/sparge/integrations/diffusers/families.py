@@ -224,10 +224,11 @@ def why_not_once(model: Any, family: Family, arguments: Arguments) -> str | None
         if unknown:
             return f"{name} hold {unknown[0]}, which may go by place"
     names = (family.embedding, family.last, family.rotary)
-    if any(_is_compiled(model.get_submodule(name)) for name in names if name is not None):
+    if any(is_compiled(model.get_submodule(name)) for name in names if name is not None):
         return "the modules before and after the blocks are compiled"
     return None
 
 
-def _is_compiled(module: Any) -> bool:
+def is_compiled(module: Any) -> bool:
+    """By torch.compile, in place or as what it returns."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -68,6 +68,14 @@ def install(
     return Installed(tuple(handles))
 
 
+def abandon(model: Any) -> None:
+    """Undoes what a forward of this model has left behind that was broken off: torch runs no hook after Ctrl-C."""
+    forward = current()
+    if forward is not None and forward.model is model:
+        forward.undo.close()
+        leave(model)
+
+
 class EnterModel:
     """Learns the grid of a call, and the step it belongs to."""
 
@@ -78,6 +86,7 @@ class EnterModel:
         if is_traced():
             warn_once(type(model).__name__, COMPILED)
             return None
+        abandon(model)
         family = FAMILIES[type(model).__name__]
         kind: Any = type(model)
         names = _parameters(kind)
