@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.sizes import SAMPLE_PARTS, Sizes, prepare_sizes, select_sizes, tile_sizes
-from sparge.block_mask import WORD
 from sparge.config import RULES, SparseConfig
 from sparge.inputs import Signature
 from sparge.quantization import KEYS_PER_SCALE
+from sparge.words import WORD
 
 LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
