@@ -38,8 +38,7 @@ def enforce(output: Output, blocks: Blocks, backend: Backend, config: SparseConf
     """The output with every head over the budget computed anew, in its place; and what is estimated of the result."""
     inputs = blocks.inputs
     assert config.max_error is not None
-    kept = config.keeps_everything and config.pv_threshold is None and config.quantization == "none"
-    if kept or not backend.takes_masks:
+    if loses_nothing(config) or not backend.takes_masks:
         nothing = torch.zeros(inputs.query.shape[:2], device=inputs.query.device)
         return output, Verdict(nothing, nothing.bool())
     rows = sampled_rows(inputs.query.shape[2], inputs.query.device)
@@ -53,6 +52,10 @@ def enforce(output: Output, blocks: Blocks, backend: Backend, config: SparseConf
     return replace(output, skipped_pv=torch.where(over, 0, output.skipped_pv)), Verdict(after, over)
 
 
+def loses_nothing(config: SparseConfig) -> bool:
+    return config.keeps_everything and config.pv_threshold is None and config.quantization == "none"
+
+
 def sampled_rows(length: int, device: torch.device) -> Tensor:
     """int64 [R]: one row of each of R equal parts, or all rows of few; the same ones for every call of this length."""
     count = max(FEWEST_ROWS, min(MOST_ROWS, length // ROWS_PER_SAMPLE))
@@ -63,12 +66,17 @@ def sampled_rows(length: int, device: torch.device) -> Tensor:
 
 
 def estimated_error(values: Tensor, exact: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """float32 [B, Hq], twice: the relative L1 of the rows at hand, and what that of all rows hardly exceeds.
+    """float32 [B, Hq], twice: the relative L1 of the rows at hand, and what that of all rows hardly exceeds."""
+    return error_of_rows(*row_errors(values, exact), length)
 
-    A ratio of sums over a sample; its deviation is that of the rows' remainders.
-    """
-    size = exact.float().abs().sum(-1)
-    off = (values.float() - exact.float()).abs().sum(-1)
+
+def row_errors(values: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [B, Hq, R], twice: the L1 of each row as it should be, and of what it is off."""
+    return exact.float().abs().sum(-1), (values.float() - exact.float()).abs().sum(-1)
+
+
+def error_of_rows(size: Tensor, off: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """A ratio of sums over a sample; its deviation is that of the rows' remainders."""
     total, count = size.sum(-1).clamp(min=torch.finfo(torch.float32).tiny), size.shape[-1]
     error = off.sum(-1) / total
     remainder = off - error[..., None] * size

@@ -19,20 +19,45 @@ Part = tuple[Tensor, Tensor]  # values and LSE, float32
 
 def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
     """[B, Hq, R, Dv]: dense attention of rows [R], in the inputs' dtype."""
-    batch, heads, _, dim = inputs.query.shape
     key, value, group, sight = inputs.key, inputs.value, inputs.group_size, inputs.visibility
-    # Heads of a group share their keys: as more rows of one head they need no copies.
-    query = inputs.query[:, :, rows].reshape(batch, heads // group, group * len(rows), dim)
-    masks = 1 if sight.key_valid is None else batch
+    query = inputs.query[:, :, rows]
     if sight.key_valid is None and sight.left >= sight.k_len and sight.right >= sight.k_len:
-        out = scaled_dot_product_attention(query, key, value, scale=inputs.scale)
-    elif masks * query.shape[2] * sight.k_len <= PAIRS_AT_ONCE:
+        out = scaled_dot_product_attention(_folded(query, group), key, value, scale=inputs.scale)
+    elif _pairs_per_key(query, sight, group) * sight.k_len <= PAIRS_AT_ONCE:
         seen = _seen(sight, rows, range(sight.k_len), group)
-        out = scaled_dot_product_attention(query, key, value, seen, scale=inputs.scale)
+        out = scaled_dot_product_attention(_folded(query, group), key, value, seen, scale=inputs.scale)
         out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
     else:
-        out = _by_parts_of_the_keys(query, inputs, rows, masks).to(query.dtype)
-    return out.reshape(batch, heads, len(rows), -1)
+        out = attend_keys(query, key, value, inputs.scale, sight, rows, range(sight.k_len))[0].to(query.dtype)
+    return out.reshape(*query.shape[:3], -1)
+
+
+def attend_keys(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Visibility, rows: Tensor, keys: range
+) -> Part:
+    """float32 [B, Hq, R, Dv] and [B, Hq, R]: rows [R] of `sight` over the keys of it that key and value hold."""
+    group, fused = query.shape[1] // key.shape[1], _is_fused(query, key, value)
+    folded = _folded(query, group)
+    per_key = _pairs_per_key(query, sight, group) if fused else query.shape[:3].numel()
+    step = max(1, (PAIRS_AT_ONCE if fused else SCORES_AT_ONCE) // max(1, per_key) // ALIGNED) * ALIGNED
+    attend = _attend_fused if fused else _attend_plainly
+    found: Part | None = None
+    for first in range(0, len(keys), step):
+        some = slice(first, min(first + step, len(keys)))
+        part = attend(folded, key[:, :, some], value[:, :, some], _seen(sight, rows, keys[some], group), scale)
+        found = part if found is None else merge(*found, *part)
+    assert found is not None
+    return found[0].reshape(*query.shape[:3], -1), found[1].reshape(query.shape[:3])
+
+
+def _folded(query: Tensor, group: int) -> Tensor:
+    """Heads of a group share their keys: as more rows of one head they need no copies."""
+    batch, heads, rows, dim = query.shape
+    return query.reshape(batch, heads // group, group * rows, dim)
+
+
+def _pairs_per_key(query: Tensor, sight: Visibility, group: int) -> int:
+    return (1 if sight.key_valid is None else len(query)) * group * query.shape[2]
 
 
 def _seen(sight: Visibility, rows: Tensor, keys: range, group: int) -> Tensor:
@@ -42,22 +67,6 @@ def _seen(sight: Visibility, rows: Tensor, keys: range, group: int) -> Tensor:
     if sight.key_valid is not None:
         seen = seen & sight.key_valid[:, None, None, keys.start : keys.stop]
     return seen.repeat(1, 1, group, 1)
-
-
-def _by_parts_of_the_keys(query: Tensor, inputs: Inputs, rows: Tensor, masks: int) -> Tensor:
-    """float32 [B, Hkv, group * R, Dv]."""
-    sight, fused = inputs.visibility, _is_fused(query, inputs.key, inputs.value)
-    at_once, per_key = (PAIRS_AT_ONCE, masks * query.shape[2]) if fused else (SCORES_AT_ONCE, query.shape[:3].numel())
-    step = max(1, at_once // per_key // ALIGNED) * ALIGNED
-    attend = _attend_fused if fused else _attend_plainly
-    found: Part | None = None
-    for first in range(0, sight.k_len, step):
-        keys = range(first, min(first + step, sight.k_len))
-        key, value = (x[:, :, keys.start : keys.stop] for x in (inputs.key, inputs.value))
-        part = attend(query, key, value, _seen(sight, rows, keys, inputs.group_size), inputs.scale)
-        found = part if found is None else merge(*found, *part)
-    assert found is not None
-    return found[0]
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
