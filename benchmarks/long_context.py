@@ -5,7 +5,8 @@
 Inputs are clustered, so that every query block finds most of its weight in a few places: key blocks lie around
 `--clusters` random directions, and query blocks look for one of them. Times are of whole calls with the default rule.
 Dense attention is cuDNN's, measured up to `--dense` tokens and beyond that extrapolated by the square of the length,
-and marked so. Memory is what a call allocates at its peak beyond Q, K, V, the output and their 8-bit copies.
+and marked so. Memory is what a call allocates at its peak beyond Q, K, V, the output and their 8-bit copies; also with
+stats, and with an error budget.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from sparge.bench.machine import hardware, versions
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 QUERY_BLOCK, KEY_BLOCK = 128, 64
+BUDGET = 0.1  # relative L1 per head, where memory is measured with max_error
 Row = dict[str, Any]
 
 
@@ -117,16 +121,20 @@ def measure(tokens: int, options: argparse.Namespace, dense_before: tuple[int, f
     tensors = problem(tokens, options.clusters, options.device)
     config = SparseConfig(quantization="int8-fp8" if options.device == "cuda" else "none")
 
-    def call() -> Tensor:
-        result: Tensor = sparge.attention(*tensors, is_causal=True, enable_gqa=True, config=config)
-        return result
+    def call(config: SparseConfig = config, **asked: bool) -> Any:
+        return sparge.attention(*tensors, is_causal=True, enable_gqa=True, config=config, **asked)
+
+    def extra(more: Any) -> int | None:
+        return extra_bytes(options.device, more, tensors, config.quantization != "none")
 
     ours = seconds(options.device, call, 2)
-    _, stats = sparge.attention(*tensors, is_causal=True, enable_gqa=True, config=config, return_stats=True)
+    _, stats = call(return_stats=True)
     row: Row = {
         "tokens": tokens, "sparge_s": ours, "executed": (stats.executed.sum() / stats.visible.sum()).item(),
         "backend": stats.backend, "quantization": stats.quantization,
-        "extra_bytes": extra_bytes(options.device, call, tensors, config.quantization != "none"),
+        "extra_bytes": extra(call),
+        "extra_bytes_with_stats": extra(partial(call, return_stats=True)),
+        "extra_bytes_with_max_error": extra(partial(call, replace(config, max_error=BUDGET))),
     }  # fmt: skip
     if tokens <= options.dense:
         row["dense_s"], row["dense_is"] = dense_seconds(options.device, *tensors), "measured"

@@ -138,6 +138,7 @@ GROUPED = {"kv_heads": 2}
 FEW = SparseConfig(rule="topk", topk=0.25, subblocks=(1, 1), sinks=0, quantization="none")
 TEXT = replace(FEW, protected=((0, 40), (-20, None)))
 PAPER = SparseConfig(rule="cdf", cdf=0.6, subblocks=(1, 1), similarity=0.05, quantization="none")
+BUDGET = SparseConfig(rule="topk", topk=(0.1, 0.1, 1.0, 1.0), quantization="none", max_error=0.05)
 PER_HEAD = SparseConfig(rule="threshold", threshold=(0.01, 0.05, 0.1, 0.2), quantization="none")
 
 CASES = {
@@ -151,6 +152,9 @@ CASES = {
     ),
     "ring second stage": Case((2, 1), SparseConfig(rule="topk", topk=1.0, pv_threshold=-2.0, quantization="none")),
     "ring bfloat16": Case((2, 1), sizes={"dtype": torch.bfloat16, "dim": 32}, arguments=CAUSAL),
+    "ring budget": Case((2, 1), replace(BUDGET, max_error=0.005), GROUPED, CAUSAL, "zigzag"),
+    "ring fp8 budget": Case((2, 1), replace(BUDGET, quantization="int8-fp8"), {"q_len": 300}, CAUSAL),
+    "ring budget that is kept": Case((2, 1), replace(BUDGET, max_error=0.9), GROUPED, CAUSAL, "zigzag"),
     "ring broken": Case((2, 1), arguments=CAUSAL, broken=torch.nan),
     "ring infinite": Case((2, 1), broken=torch.inf),
     "ulysses": Case((1, 2), sizes=GROUPED, arguments={**CAUSAL, "layout": "BHSD"}),
@@ -183,11 +187,16 @@ CASES = {
     "ring of four, text and image cut apart": Case(
         (4, 1), TEXT, {"q_len": 420}, segments=((10, 100), (10, 100), (10, 90), (10, 90))
     ),
+    "ring of four, budget": Case(
+        (4, 1), BUDGET, {"q_len": 700, "batch": 2}, CAUSAL, lengths=(1, 77, 500, 122), hidden=3
+    ),
+    "ring of four, packed budget": Case((4, 1), BUDGET, ends=(0, 300, 330, 330, 512), arguments=CAUSAL),
     "ring of four, packed": Case((4, 1), ends=(0, 300, 330, 330, 512), arguments=CAUSAL),
     "ring of four, packed zigzag": Case((4, 1), ends=(0, 100, 512), sharding="zigzag", arguments=CAUSAL),
     "ulysses of four, two key heads": Case((1, 4), PER_HEAD, GROUPED, CAUSAL, "zigzag"),
     "both": Case((2, 2), PER_HEAD, {**GROUPED, "q_len": 700}, CAUSAL, "zigzag"),
     "both, uneven": Case((2, 2), sizes={"q_len": 600, "kv_heads": 1}, lengths=(200, 77, 101, 222), arguments=CAUSAL),
+    "both, budget": Case((2, 2), BUDGET, {"q_len": 600}, CAUSAL),
     "both, fp8": Case((2, 2), SparseConfig(quantization="int8-fp8"), {"q_len": 300, **GROUPED}, CAUSAL),
     "both, packed": Case((2, 2), ends=(0, 300, 512), sizes=GROUPED, arguments=CAUSAL),
 }  # fmt: skip
@@ -309,7 +318,6 @@ def refused_calls() -> dict[str, object]:
         "zigzag lengths": lambda rank: attention(rank, {"q_len": 90}, block={"sharding": "zigzag"}),
         "segments": lambda rank: attention(rank, block={"segments": (10, 50 + rank)}),
         "too many ranks": lambda rank: one_head(ulysses_of_two()),
-        "budget": lambda rank: attention(rank, configs=(SparseConfig(max_error=0.1),) * 2),
         "per head": lambda rank: attention(rank, configs=(SparseConfig(gap=(1.0, 2.0)),) * 2),
         "ends": lambda rank: inside(lambda: packed([0, 64], 64)),
         "other ends": lambda rank: inside(lambda: packed([0, 100 + rank, 128], 128)),

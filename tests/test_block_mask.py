@@ -2,6 +2,7 @@ import warnings
 
 import pytest
 import torch
+from allocations import LargestTensor
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import plain_attention, refused, tensors, token_mask
@@ -9,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sparge
 from sparge import BlockMask
-from sparge.visibility import Visibility
+from sparge.visibility import UNBOUNDED, Visibility
 
 blocks = st.tuples(st.sampled_from((64, 128, 192, 256)), st.sampled_from((32, 64, 128)))
 
@@ -121,6 +122,53 @@ def test_sparsity_counts_among_the_visible(case, seed):
 def test_sparsity_with_nothing_visible_is_a_number():
     nothing = torch.zeros(2, 4).bool()
     assert torch.isfinite(BlockMask.from_dense(nothing, 256, 256, visible=nothing).sparsity)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("left", "right"), [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (300, 70)])
+def test_counts_and_cuts_are_those_of_the_dense_mask(left, right, padded):
+    valid = torch.rand(2, 900, generator=torch.Generator().manual_seed(0)) < 0.01 if padded else None
+    sight = Visibility(700, 900, torch.device("cpu"), left, right, valid)
+    seen = sight.blocks(128, 64)
+    dense = torch.rand(2, 3, *seen.shape[2:], generator=torch.Generator().manual_seed(1)) < 0.5
+    mask = BlockMask.from_dense(dense, 700, 900, visible=sight)
+    assert torch.equal(mask.kept_per_row, dense.sum(-1))
+    assert torch.equal(mask.kept_per_head, (dense & seen).sum((2, 3)))
+    assert torch.equal(mask.visible_per_head, seen.sum((2, 3)).expand(2, 3))
+    assert torch.equal(mask.cut_to(sight, 2).to_dense(), dense & seen)
+    assert torch.equal(BlockMask.all_visible(sight, (128, 64), 2, 3).to_dense(), seen.expand(2, 3, -1, -1))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_nothing_is_larger_than_the_mask(padded):
+    """128K tokens in 8 heads: 2 MB of words. A byte for each block would be 17 MB, a number for each 67 MB or more."""
+    tokens, heads = 1 << 17, 8
+    valid = torch.arange(tokens)[None] < tokens - 1000 if padded else None
+    sight = Visibility(tokens, tokens, torch.device("cpu"), right=0, key_valid=valid)
+    words = torch.randint(-(2**31), 2**31, (1, heads, 1024, 64), generator=torch.Generator().manual_seed(0))
+    mask = BlockMask(words.int(), tokens, tokens, (128, 64), sight)
+    with LargestTensor() as seen:
+        cut = mask.cut_to(sight, 1)
+        measures = (cut.sparsity, cut.kept_per_head, cut.visible_per_head, cut.kept_per_row, mask.sparsity)
+        everything = BlockMask.all_visible(sight, (128, 64), 1, heads)
+        nothing_skipped = everything.sparsity
+    assert seen.bytes <= mask.bits.untyped_storage().nbytes() == 1 << 21
+    assert torch.equal(measures[1], cut.to_dense().sum((2, 3)))
+    assert torch.equal(measures[2], sight.blocks(128, 64).sum((2, 3)).expand(1, heads))
+    assert torch.equal(measures[3], cut.to_dense().sum(-1))
+    assert measures[0] == measures[4] > 0
+    assert nothing_skipped == 0
+
+
+def test_a_million_tokens_are_counted_in_a_few_megabytes():
+    """A byte for each block of the head would be 134 MB."""
+    tokens = 1 << 20
+    sight = Visibility(tokens, tokens, torch.device("cpu"), right=0)
+    with LargestTensor() as seen:
+        mask = BlockMask.all_visible(sight, (128, 64), 1, 1)
+        kept, visible = mask.kept_per_head, mask.visible_per_head
+    assert kept.item() == visible.item() == sum(2 * (n + 1) for n in range(8192))
+    assert seen.bytes <= 8192 * 16384 // 8  # the mask
 
 
 # ---- sets

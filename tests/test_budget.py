@@ -21,8 +21,8 @@ from problems import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparge
-from sparge import SparseConfig, budget
-from sparge.stages import Output
+from sparge import BlockMask, SparseConfig, budget
+from sparge.stages import Blocks, Output
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,18 +71,6 @@ def test_the_sample_follows_no_block():
     assert torch.histc(inside.float(), 8, 0, 128).min() > 208 / 8 / 2
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("window", [None, (40, None), (3, 5)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_exact_rows_are_those_of_dense_attention(is_causal, window, padded):
-    q, k, v = tensors(4, batch=2, heads=4, kv_heads=2, q_len=90, k_len=130, dim=16, v_dim=24)
-    valid = torch.rand(2, 130, generator=torch.Generator().manual_seed(0)) < 0.3 if padded else None
-    inputs = problem(q, k, v, is_causal=is_causal, window=window, key_valid=valid, scale=0.4)
-    want, _ = plain_attention(q, k, v, seen_pairs(90, 130, is_causal, window, valid), 0.4)
-    rows = torch.tensor([0, 7, 50, 89])
-    torch.testing.assert_close(budget.exact_rows(inputs, rows).double(), want[:, :, rows], atol=1e-5, rtol=1e-5)
-
-
 # ---- the estimate
 
 
@@ -122,8 +110,9 @@ def test_only_heads_over_the_budget_are_redone(backend):
     first, second = per_head_error(before.values.cpu(), q, k, v)
     assert first < 0.02
     assert second > 0.2
+    kept = Output(before.values.cpu().clone(), before.lse.cpu().clone(), before.skipped_pv.cpu())
     after, verdict = budget.enforce(before, blocks, stages, config)
-    before, after = (Output(x.values.cpu(), x.lse.cpu(), x.skipped_pv.cpu()) for x in (before, after))
+    before, after = kept, Output(after.values.cpu(), after.lse.cpu(), after.skipped_pv.cpu())
     assert verdict.redone.tolist() == [[False, True]]
     assert torch.equal(after.values[:, 0], before.values[:, 0])
     assert torch.equal(after.lse[:, 0], before.lse[:, 0])
@@ -131,6 +120,54 @@ def test_only_heads_over_the_budget_are_redone(backend):
     assert per_head_error(after.values, q, k, v)[1] < 1e-4
     torch.testing.assert_close(after.lse[:, 1].double(), lse[:, 1], atol=1e-4, rtol=1e-4)
     assert (verdict.error < 0.02).all()
+
+
+@each_backend("dense")
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "sight"),
+    [
+        (600, 600, {}),
+        (600, 600, {"is_causal": True}),
+        (500, 900, {"window": (200, 30)}),
+        (700, 300, {"is_causal": True}),
+    ],
+    ids=["full", "causal", "window", "rows without keys"],
+)
+def test_heads_are_redone_some_rows_at_a_time(backend, q_len, k_len, sight, monkeypatch):
+    q, k, v = tensors(heads=4, kv_heads=2, q_len=q_len, k_len=k_len, dim=32)
+    inputs, stages = on_its_device(backend, problem(q, k, v, **sight)), BY_NAME[backend]
+    config, over = replace(ROUGH, max_error=0.05), torch.tensor([[True, False, False, True]])
+    blocks = stages.summarize(inputs, config)
+    empty = BlockMask.from_dense(torch.zeros(-(-q_len // 128), -(-k_len // 64)).bool(), q_len, k_len)
+    empty = replace(empty, bits=empty.bits.to(inputs.query.device))
+    results = []
+    for at_once in (budget.REDONE_AT_ONCE, 1 << 17):  # all rows, and 256 of them
+        monkeypatch.setattr(budget, "REDONE_AT_ONCE", at_once)
+        output = stages.attend(blocks, empty, config)
+        budget.redo(over.to(inputs.query.device), output, blocks, stages, config)
+        results.append(output)
+    assert torch.equal(results[0].values, results[1].values)
+    assert torch.equal(results[0].lse, results[1].lse)
+    want, _ = plain_attention(q, k, v, seen_pairs(q_len, k_len, **sight))
+    for head in range(4):
+        error = relative_l1(results[1].values[:, head].cpu(), want[:, head])
+        assert error < 1e-4 if over[0, head] else error == 1
+
+
+def test_redoing_needs_no_second_result():
+    """64 heads of 128K tokens: each part is bounded, and together they are all rows, with the keys that those see."""
+    tokens, dim = 1 << 17, 16
+    key = randn(0, 1, 1, tokens, dim)
+    inputs = problem(key.expand(1, 64, -1, -1), key, key, is_causal=True)
+    finite = torch.ones(1, 1, tokens // 64, dtype=torch.bool)
+    blocks = Blocks(inputs, key, key, finite, None, None, None, (128, 64))
+    parts = list(budget._some_rows(blocks))
+    assert [rows.start for rows, _ in parts] == [0, *(rows.stop for rows, _ in parts[:-1])]
+    assert parts[-1][0].stop == tokens
+    for rows, part in parts:
+        assert part.inputs.query.numel() * 4 <= budget.REDONE_AT_ONCE < inputs.query.numel() * 4
+        assert part.inputs.key.shape[2] == rows.stop
+        assert part.v_finite.shape[2] == rows.stop // 64
 
 
 def test_the_stats_tell():

@@ -186,18 +186,39 @@ def test_no_lse() -> None:
 # ---- several devices
 
 
-@pytest.mark.parametrize("split", [{"ring_degree": 2}, {"ulysses_degree": 2, "ulysses_anything": True}])
-def test_ring_attention_is_refused(split: dict[str, Any]) -> None:
-    config = SimpleNamespace(**{"ring_degree": 1, "ulysses_degree": 1, "ulysses_anything": False, **split})
-    with refused(ValueError, "ulysses_degree alone", "ring attention"):
-        backend.sparge_backend(*qkv(), _parallel_config=SimpleNamespace(context_parallel_config=config))
+def over_two(**split: Any) -> SimpleNamespace:
+    degrees = {"ring_degree": 1, "ulysses_degree": 1, "ulysses_anything": False, **split}
+    return SimpleNamespace(context_parallel_config=SimpleNamespace(**degrees))
+
+
+def test_parts_of_unknown_length_are_refused() -> None:
+    with refused(ValueError, "ulysses_anything"):
+        backend.sparge_backend(*qkv(), _parallel_config=over_two(ulysses_degree=2, ulysses_anything=True))
+
+
+def test_masks_are_refused_in_a_ring() -> None:
+    with refused(ValueError, "attn_mask", "ring_degree"):
+        backend.sparge_backend(*qkv(), torch.ones(2, 150).bool(), _parallel_config=over_two(ring_degree=2))
+
+
+def test_a_ring_of_two_processes(tmp_path: Path) -> None:
+    """Each with a half of the tokens of a Wan whose backend is sparge: exact, and sparse as in one process."""
+    assert told_by_two("diffusers_ring.py", tmp_path) == [
+        ["exact", "sparse as in one process", "a patch is refused", "4 calls in a ring"]
+    ] * 2  # fmt: skip
 
 
 def test_ulysses_in_two_processes(tmp_path: Path) -> None:
     """Each with a half of the tokens of a patched Flux: exact, and sparse as in one process."""
-    command = [sys.executable, str(Path(__file__).with_name("ulysses.py")), str(tmp_path / "meeting")]
+    assert told_by_two("ulysses.py", tmp_path) == [["exact", "sparse as in one process", "4 calls by sparge"]] * 2
+
+
+def told_by_two(script: str, folder: Path) -> list[list[str]]:
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder / "meeting")]
     both = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in "01"]
+    lines = []
     for one in both:
         told, failed = one.communicate(timeout=240)
         assert one.returncode == 0, failed.decode()[-3000:]
-        assert told.decode().splitlines() == ["exact", "sparse as in one process", "4 calls by sparge"]
+        lines.append(told.decode().splitlines())
+    return lines

@@ -10,7 +10,8 @@ import torch
 from problems import plain_attention, randn, relative_l1, seen_pairs
 
 import sparge
-from sparge import SparseConfig
+from sparge import SparseConfig, exact
+from sparge.inputs import prepare_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +101,36 @@ def test_no_call_waits_for_the_device():
             call(config)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dim", [64, 20])  # with and without torch's fused kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exact_rows_do_not_depend_on_how_many_keys_are_taken_at_once(dim, dtype, monkeypatch):
+    q, k, v = (on_gpu(n, 2, heads, 1501, dim, dtype=dtype) for n, heads in enumerate((4, 2, 2)))
+    padding = torch.arange(1501, device="cuda") < torch.tensor([[1400], [900]], device="cuda")
+    inputs = prepare_inputs(q, k, v, padding[:, None, None], 0.0, True, None, True, None, "BHSD")
+    rows = torch.arange(0, 1501, 17, device="cuda")
+    want = exact.exact_rows(inputs, rows)
+    monkeypatch.setattr(exact, "PAIRS_AT_ONCE", 1 << 17)
+    monkeypatch.setattr(exact, "SCORES_AT_ONCE", 1 << 17)
+    assert exact._is_fused(q, k, v) == (dim == 64 or dtype == torch.float32)
+    assert relative_l1(exact.exact_rows(inputs, rows).cpu(), want.cpu()) < (0.01 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_stats_and_budgets_need_no_mask_of_a_byte_per_block():
+    """128K tokens in 32 heads: 67 MB in bytes, 0.5 GB in numbers; a mask of all sampled pairs would be over a GB."""
+    q, k, v = on_gpu(0, 1, 32, 1 << 17, 64), *(on_gpu(n, 1, 8, 1 << 17, 64) for n in (1, 2))
+
+    def peak(**asked):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        sparge.attention(q, k, v, is_causal=True, enable_gqa=True, **asked)
+        return torch.cuda.max_memory_allocated() - before
+
+    plain = peak(config=SPARSE)
+    assert peak(config=SPARSE, return_stats=True) <= plain + (64 << 20)
+    assert peak(config=replace(SPARSE, max_error=0.1)) <= plain + (512 << 20)
 
 
 @pytest.mark.parametrize("quantization", FORMATS)

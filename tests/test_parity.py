@@ -438,7 +438,8 @@ def test_packed_sequences_equal_separate_ones(seed, poisoned, monkeypatch):
     q, k, v = (randn(seed, sum(n), h, d, dtype=torch.bfloat16)
                for n, h, d in ((q_lens, 4, dim), (k_lens, 2, dim), (k_lens, 2, v_dim)))  # fmt: skip
     config = SparseConfig(
-        rule=("gap", "topk", "probe"), gap=0.3, topk=0.2, probe=0.2, subblocks=(2, 4), block=BLOCKS[seed * 5 % len(BLOCKS)],
+        rule=("gap", "topk", "probe"), gap=0.3, topk=0.2, probe=0.2, subblocks=(2, 4),
+        block=BLOCKS[seed * 5 % len(BLOCKS)],
         quantization=("none", "int8-fp8", "int8")[seed % 3], similarity=(None, 0.0)[seed % 2],
         pv_threshold=(None, -2.0)[seed // 2 % 2],
     )  # fmt: skip

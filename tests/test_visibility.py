@@ -56,6 +56,7 @@ def test_a_block_is_visible_where_a_pair_is(sight_and_seen, rows, keys, data):
     sight, seen = sight_and_seen
     want = blocks_by_hand(seen, rows, keys)
     assert torch.equal(sight.blocks(rows, keys), want)
+    assert torch.equal(sight.visible_per_row(rows, keys), want[:, 0].sum(-1))
     first = data.draw(st.integers(0, want.shape[2] - 1))
     last = data.draw(st.integers(first + 1, want.shape[2] + 3))
     assert torch.equal(sight.blocks(rows, keys, first, last), want[:, :, first:last])

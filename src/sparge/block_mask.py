@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sparge.config import BLOCK_KEYS, BLOCK_ROWS
 from sparge.visibility import Visibility
+from sparge.words import WORD, count_per_row, pack, packed_spans, unpack
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-WORD = 32  # bits per int32 word
 SHADES = " ░▒▓█"
 
 
@@ -74,7 +74,7 @@ class BlockMask:
     def visible_bits(self) -> Tensor | None:
         """The visible blocks, packed as `bits`; None: all."""
         if isinstance(self.visible, Visibility):
-            return _pack(self.visible.blocks(*self.block))
+            return _visible_words(self.visible, self.block)
         return self.visible
 
     # ---- from and to other forms
@@ -82,7 +82,7 @@ class BlockMask:
     @classmethod
     def all_visible(cls, visibility: Visibility, block: tuple[int, int], batch: int, heads: int) -> BlockMask:
         """Every block that holds a visible pair; stored once for all heads."""
-        bits = _pack(visibility.blocks(*block)).expand(batch, heads, -1, -1)
+        bits = _visible_words(visibility, block).expand(batch, heads, -1, -1)
         return cls(bits, visibility.q_len, visibility.k_len, block, visibility)
 
     def cut_to(self, sight: Visibility, batch: int) -> BlockMask:
@@ -113,7 +113,7 @@ class BlockMask:
                     f"{name} must be a bool tensor ending in [{want[0]}, {want[1]}] blocks for {q_len} x {k_len} "
                     f"tokens in {block[0]} x {block[1]} blocks, not {x.dtype} {tuple(x.shape)}."
                 )
-        return cls(_pack(dense), q_len, k_len, block, _pack(visible) if isinstance(visible, Tensor) else visible)
+        return cls(pack(dense), q_len, k_len, block, pack(visible) if isinstance(visible, Tensor) else visible)
 
     @classmethod
     def from_lists(
@@ -175,7 +175,7 @@ class BlockMask:
 
     def to_dense(self) -> Tensor:
         """bool [B, H, query blocks, key blocks]."""
-        return _unpack(self.bits, self.k_blocks)
+        return unpack(self.bits, self.k_blocks)
 
     def to_lists(self) -> BlockLists:
         dense = self.to_dense()
@@ -208,29 +208,30 @@ class BlockMask:
         while len(rows) > 1:  # halves at a time, so that no bit is unpacked before one row is left
             half = -(-len(rows) // 2)
             rows = torch.cat((rows[: len(rows) - half] | rows[half:], rows[len(rows) - half : half]))
-        return _unpack(rows[0], self.k_blocks)
+        return unpack(rows[0], self.k_blocks)
 
     # ---- measures
 
     @property
     def kept_per_row(self) -> Tensor:
         """Kept blocks of each query block, int64 [B, H, query blocks]."""
-        return self.to_dense().sum(-1)
+        return count_per_row(self.bits)
 
     @property
     def kept_per_head(self) -> Tensor:
         """Kept (and, where known, visible) blocks, int64 [B, H]."""
-        visible = self.visible_bits
-        return _unpack(self.bits if visible is None else self.bits & visible, self.k_blocks).sum((-2, -1))
+        return count_per_row(self.bits, self.visible_bits).sum(-1)
 
     @property
     def visible_per_head(self) -> Tensor:
         """Visible blocks, int64 [B, H]."""
-        visible = self.visible_bits
-        shape = torch.broadcast_shapes(self.bits.shape[:2], (1, 1) if visible is None else visible.shape[:2])
-        if visible is None:
-            return torch.full(shape, self.q_blocks * self.k_blocks, device=self.bits.device)
-        return _unpack(visible, self.k_blocks).sum((-2, -1)).expand(shape)
+        if isinstance(self.visible, Visibility):
+            counts = self.visible.visible_per_row(*self.block).sum(-1, keepdim=True)  # the same for every head
+        elif self.visible is not None:
+            counts = count_per_row(self.visible).sum(-1)
+        else:
+            counts = torch.full((1, 1), self.q_blocks * self.k_blocks, device=self.bits.device)
+        return counts.expand(torch.broadcast_shapes(self.bits.shape[:2], counts.shape))
 
     @property
     def sparsity(self) -> Tensor:
@@ -285,13 +286,13 @@ class BlockMask:
         ██··
         ███·
         """
-        kept = self.to_dense()
-        dense = kept[min(batch, kept.shape[0] - 1), min(head, kept.shape[1] - 1)].float().cpu()
-        seen = torch.ones_like(dense)
-        visible = self.visible_bits
-        if visible is not None:
-            shown = visible[min(batch, visible.shape[0] - 1), min(head, visible.shape[1] - 1)]
-            seen = _unpack(shown[None, None], self.k_blocks)[0, 0].float().cpu()
+
+        def shown(bits: Tensor) -> Tensor:
+            one = bits[min(batch, bits.shape[0] - 1), min(head, bits.shape[1] - 1)]
+            return unpack(one, self.k_blocks).float().cpu()
+
+        dense, visible = shown(self.bits), self.visible_bits
+        seen = torch.ones_like(dense) if visible is None else shown(visible)
         columns = min(width, self.k_blocks)
         rows = min(-(-columns // 2), self.q_blocks) if self.k_blocks > width else self.q_blocks
         size = (rows, columns)
@@ -318,17 +319,8 @@ def _shade(share: float) -> str:
     return SHADES[min(len(SHADES) - 1, 1 + int(share * (len(SHADES) - 1.001)))]
 
 
-def _pack(dense: Tensor) -> Tensor:
-    """bool [..., n] to int32 words [B, H, ..., ceil(n / 32)]."""
-    while dense.dim() < 4:
-        dense = dense[None]
-    length = dense.shape[-1]
-    words = -(-length // WORD)
-    padded: Tensor = torch.nn.functional.pad(dense, (0, words * WORD - length)).unflatten(-1, (words, WORD))
-    weights = torch.ones(WORD, dtype=torch.int64, device=dense.device) << torch.arange(WORD, device=dense.device)
-    return (padded * weights).sum(-1).to(torch.int32)  # wraps into the sign bit on purpose
-
-
-def _unpack(bits: Tensor, length: int) -> Tensor:
-    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
-    return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)[..., :length]
+def _visible_words(sight: Visibility, block: tuple[int, int]) -> Tensor:
+    """int32 [B or 1, 1, query blocks, words]: every block that holds a visible pair."""
+    k_blocks = -(-sight.k_len // block[1])
+    words, filled = packed_spans(*sight.block_spans(*block), k_blocks), sight.filled(block[1])
+    return words if filled is None else words & pack(filled[:, None, None])

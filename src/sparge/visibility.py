@@ -74,23 +74,50 @@ class Visibility:
 
         `first` and `last` choose a range of row blocks.
         """
+        begin, end = self.block_spans(rows, keys, first, last)
+        block = torch.arange(-(-self.k_len // keys), device=self.device)
+        seen = (block >= begin[..., None]) & (block < end[..., None])
+        filled = self.filled(keys)
+        return (seen if filled is None else seen & filled[:, None])[:, None]
+
+    def visible_per_row(self, rows: int, keys: int) -> Tensor:
+        """int64 [B or 1, row blocks]: how many key blocks `blocks` has in each."""
+        begin, end = self.block_spans(rows, keys)
+        filled = self.filled(keys)
+        if filled is None:
+            return end - begin
+        before = torch.nn.functional.pad(filled.cumsum(1), (1, 0))
+        return before.gather(1, end) - before.gather(1, begin)
+
+    def block_spans(self, rows: int, keys: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """int64 [B or 1, row blocks], twice: between which key blocks those visible lie; equal where there are none.
+
+        All between them are visible but for those without a valid key.
+        """
         low, high = self._keys_of_row_blocks(rows, first, last)
-        start = torch.arange(0, self.k_len, keys, device=self.device)
-        begin = torch.maximum(low[:, None], start)
-        end = torch.minimum(high[:, None], start + keys)
-        before = self.valid_before
-        if before is None:
-            return (begin < end)[None, None]
-        count = before[:, end.clamp(0, self.k_len)] - before[:, begin.clamp(0, self.k_len)]
-        return ((count > 0) & (begin < end))[:, None]
+        begin = low // keys
+        return begin, torch.where(low < high, (high + (keys - 1)) // keys, begin)
+
+    def filled(self, keys: int) -> Tensor | None:
+        """bool [B, key blocks]: which hold a valid key; None: all."""
+        if self.key_valid is None:
+            return None
+        padded: Tensor = torch.nn.functional.pad(self.key_valid, (0, -self.k_len % keys))
+        filled: Tensor = padded.unflatten(1, (-1, keys)).any(-1)
+        return filled
 
     def _keys_of_row_blocks(self, rows: int, first: int, last: int | None) -> tuple[Tensor, Tensor]:
-        """The interval of keys that the rows of each block see together."""
+        """[B or 1, row blocks], twice: from the first key that some row of the block sees to behind the last."""
         count = -(-self.q_len // rows)
-        blocks = torch.arange(first, count if last is None else min(last, count), device=self.device)
-        top = blocks * rows + self.offset
-        bottom = ((blocks + 1) * rows).clamp(max=self.q_len) - 1 + self.offset
-        return (top - self.left).clamp(min=0), (bottom + self.right + 1).clamp(max=self.k_len)
+        count = count if last is None else min(last, count)
+        top = torch.arange(first * rows, count * rows, rows, device=self.device)
+        low = (top + (self.offset - self.left)).clamp_(0, self.k_len)
+        high = (top + rows).clamp_(max=self.q_len).add_(self.offset + self.right).clamp_(0, self.k_len)
+        before = self.valid_before
+        if before is None:
+            return low[None], high[None]
+        following = torch.searchsorted(before, before.index_select(1, low) + 1) - 1  # the next valid key
+        return following, torch.searchsorted(before, before.index_select(1, high))  # behind the last valid one
 
     @property
     def right_bounded(self) -> bool:

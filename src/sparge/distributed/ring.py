@@ -23,6 +23,7 @@ from sparge.distributed.cargo import UNIT, Cargo, fresh, loaded, without_keys
 from sparge.distributed.sharding import Interval, Shares, joined, length_of, units_of
 from sparge.distributed.wire import KEYS_AND_VALUES, NEEDS, SAMPLE, SUMMARIES, Team, Transfer
 from sparge.inputs import Inputs, Sample
+from sparge.merging import merge
 from sparge.quantization import Quantized
 from sparge.stages import Blocks, Output
 from sparge.visibility import Visibility
@@ -215,24 +216,12 @@ class Span:
         self._merge(self.backend.attend(blocks, self.mask.of_keys(first, last, sight), self.config))
 
     def _merge(self, part: Output) -> None:
-        """Softmax over the union of keys: each part weighs what its LSE says."""
         assert part.lse is not None
-        values, lse = part.values.float(), part.lse
         if self.values is None or self.lse is None or self.skipped is None:
-            self.values, self.lse, self.skipped = values, lse, part.skipped_pv
+            self.values, self.lse, self.skipped = part.values.float(), part.lse, part.skipped_pv
             return
-        total = torch.logaddexp(self.lse, lse)
-        _weigh(self.values, self.lse, total)
-        _weigh(values, lse, total)
-        self.values += values
-        self.lse, self.skipped = total, self.skipped + part.skipped_pv
-
-
-def _weigh(values: Tensor, lse: Tensor, total: Tensor) -> None:
-    """In place. A part that saw nothing, or only scores of -inf, counts where no part saw more."""
-    nothing = lse == -torch.inf
-    values.masked_fill_((nothing & (total != -torch.inf))[..., None], 0.0)
-    values *= torch.where(nothing, 1.0, torch.exp(lse - total))[..., None]
+        self.values, self.lse = merge(self.values, self.lse, part.values.float(), part.lse)
+        self.skipped = self.skipped + part.skipped_pv
 
 
 def _rows_of(blocks: Blocks, start: int, stop: int) -> Blocks:

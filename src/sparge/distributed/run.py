@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparge.budget import Verdict
 from sparge.config import SparseConfig
 from sparge.distributed.agreement import agree
+from sparge.distributed.budget import enforce_in_ring
 from sparge.distributed.cargo import UNIT
 from sparge.distributed.context import Parallel
 from sparge.distributed.ring import attend_ring
@@ -97,8 +99,6 @@ class Job:
             raise ValueError(
                 'rule "probe" needs all keys of a head on one rank: use a mesh without a ring, or leave it out.'
             )
-        if config.max_error is not None and parallel.ring.size > 1:
-            raise ValueError("max_error needs all keys of a head on one rank: use a mesh without a ring, or None.")
         split = HeadSplit.of(inputs, parallel.ulysses)
         return cls(parallel, division.rows, division.keys, split, split.config_for(config))
 
@@ -170,9 +170,10 @@ def _attend_rows(
 
     moves = [move(local.query, rows, whole_rows), *(move(x, keys, whole_keys) for x in (local.key, local.value))]
     query, key, value = redistribute(moves, ring, TO_BLOCKS)
-    result = attend_ring(
-        replace(local, query=query, key=key, value=value), whole_rows, whole_keys, sight, config, ring, return_stats
-    )
+    local = replace(local, query=query, key=key, value=value)
+    result, verdict = attend_ring(local, whole_rows, whole_keys, sight, config, ring, return_stats), None
+    if config.max_error is not None:
+        result, verdict = enforce_in_ring(result, local, whole_rows, whole_keys, sight, ring)
     output = result.output
     assert output.lse is not None
     back = [move(x, whole_rows, rows) for x in (output.values, output.lse[..., None])]
@@ -180,9 +181,18 @@ def _attend_rows(
     choice = result.choice
     stats = Stats(
         result.executed, result.visible, output.skipped_pv, choice.backend.name, choice.reason,
-        choice.config.quantization,
+        choice.config.quantization, *_told_once(verdict, ring),
     )  # fmt: skip
     return values, lse[..., 0], stats if return_stats else None
+
+
+def _told_once(verdict: Verdict | None, ring: Team) -> tuple[Tensor | None, Tensor | None]:
+    """Stats are added up along the ring: what all ranks know alike, the first of them tells."""
+    if verdict is None:
+        return None, None
+    if ring.rank == 0:
+        return verdict.error, verdict.redone
+    return torch.zeros_like(verdict.error), torch.zeros_like(verdict.redone)
 
 
 def _attend_sequences(
@@ -195,6 +205,8 @@ def _attend_sequences(
     lse = torch.full(local.query.shape[:3], -torch.inf, dtype=torch.float32, device=values.device)
     zero = torch.zeros(len(sequences), heads, dtype=torch.int64, device=values.device)
     stats = Stats(zero, zero.clone(), zero.clone(), "none", "this rank computed no sequence", "none")
+    if job.config.max_error is not None:
+        stats = replace(stats, error=zero.float(), redone=zero.bool())
     for n, (q_start, q_stop, k_start, k_stop) in enumerate(sequences):
         if q_start == q_stop or k_start == k_stop:
             continue
@@ -230,7 +242,9 @@ def _part(x: Tensor, share: tuple[tuple[int, int], ...], start: int, stop: int) 
 
 def _with_row(stats: Stats, row: Stats, n: int) -> Stats:
     for total, part in (
-        (stats.executed, row.executed), (stats.visible, row.visible), (stats.skipped_pv, row.skipped_pv)
+        (stats.executed, row.executed), (stats.visible, row.visible), (stats.skipped_pv, row.skipped_pv),
+        (stats.error, row.error), (stats.redone, row.redone),
     ):  # fmt: skip
-        total[n] = part[0]
+        if total is not None and part is not None:
+            total[n] = part[0]
     return replace(stats, backend=row.backend, reason=row.reason, quantization=row.quantization)

@@ -27,6 +27,7 @@ SAMPLE = "the sample"
 SUMMARIES = "block means"
 NEEDS = "needs"
 KEYS_AND_VALUES = "keys and values"
+BUDGET = "rows of the error budget"
 STATS = "stats"
 
 Shape = tuple[int, ...]

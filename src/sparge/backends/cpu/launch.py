@@ -16,6 +16,7 @@ from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
 from sparge.stages import Blocks, Output
+from sparge.words import BITS_AT_ONCE, some_rows, unpack
 
 LOG2_E = math.log2(math.e)
 
@@ -120,12 +121,16 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 def _work_list(mask: BlockMask, batch: int, heads: int) -> dict[str, Tensor]:
     """Query blocks with the most work first, and each one's kept key blocks in descending order (CSR)."""
-    dense = mask.to_dense().expand(batch, heads, -1, -1).flatten(0, 2)
-    counts = dense.sum(-1)
+    bits = mask.bits.expand(batch, heads, -1, -1).flatten(0, 2)
+    counts = mask.kept_per_row.expand(batch, heads, -1).flatten()
+    kept = []
+    for rows in some_rows(len(bits), mask.k_blocks, BITS_AT_ONCE):
+        dense = unpack(bits[rows], mask.k_blocks).flip(-1)
+        kept.append((mask.k_blocks - 1 - dense.nonzero()[:, 1]).to(torch.int32))
     return {
         "order": counts.argsort(descending=True, stable=True).to(torch.int32),
         "kept_start": torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
-        "kept": (mask.k_blocks - 1 - dense.flip(-1).nonzero()[:, 1]).to(torch.int32),
+        "kept": torch.cat(kept),
     }
 
 

@@ -20,10 +20,10 @@ from sparge.backends.triton.sizes import (
     select_sizes,
     tile_sizes,
 )
-from sparge.block_mask import WORD
 from sparge.config import RULES, SparseConfig
 from sparge.inputs import Signature
 from sparge.quantization import KEYS_PER_SCALE
+from sparge.words import WORD
 
 LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}

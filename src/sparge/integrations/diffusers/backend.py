@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparge.api import attention
 from sparge.config import SparseConfig
+from sparge.distributed.context import context_parallel
 from sparge.integrations.diffusers.order import Layout
 from sparge.integrations.diffusers.running import Forward, RunningLayer, current
 from sparge.integrations.fallback import FEW_ROWS, refusal, refuse_dense_shard, warn_once
@@ -170,19 +171,38 @@ def _by_diffusers(
 def _over_devices(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, arguments: dict[str, Any], parallel: Any
 ) -> Tensor:
-    """Ulysses: every device gets the whole sequence for some of the heads."""
+    """Ulysses by diffusers: every device gets the whole sequence for some of the heads. A ring by sparge."""
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
     split = parallel.context_parallel_config
-    if split.ring_degree > 1 or getattr(split, "ulysses_anything", False):
+    if getattr(split, "ulysses_anything", False):
         raise ValueError(
-            "sparge takes diffusers' context parallelism with ulysses_degree alone: ring attention would choose among "
-            "a part of the keys, and ulysses_anything does not say where tokens stand."
+            "sparge takes diffusers' context parallelism without ulysses_anything, which does not say where tokens "
+            "stand."
         )
+    if split.ring_degree > 1:
+        return _ring(query, key, value, attn_mask, arguments, split)
     output: Tensor = _templated_context_parallel_attention(
         query, key, value, attn_mask, **arguments, forward_op=_ulysses, backward_op=_no_backward,
         _parallel_config=parallel,
     )  # fmt: skip
+    return output
+
+
+def _ring(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, arguments: dict[str, Any], split: Any
+) -> Tensor:
+    """sparge's own: diffusers' would choose among the keys of one device at a time."""
+    forward = None if torch.compiler.is_compiling() else current()
+    if forward is not None and forward.layer is not None:
+        raise ValueError(
+            "a patched model takes ulysses_degree, not ring_degree: its tokens attend along a Hilbert curve, which "
+            'runs through all devices; with ring_degree, set_attention_backend("sparge") without a patch.'
+        )
+    if attn_mask is not None:
+        raise ValueError("sparge takes no attn_mask with ring_degree: it does not say which device's keys it is for.")
+    with context_parallel(split._mesh["ring", "ulysses"]):
+        output: Tensor = attention(query, key, value, **arguments, config=DEFAULT.settings.config, layout="BSHD")
     return output
 
 
