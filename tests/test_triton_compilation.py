@@ -44,8 +44,9 @@ def compile_all(
         blocks = backend.summarize(a_problem(dim, packed), config)
         backend.attend(blocks, backend.select(blocks, config), config)
     names = [kernel.__name__ for kernel, _, _ in noted]
-    preparations = 5 if config.quantization == "int8-fp8" else 4
-    assert names[: preparations + 3] == ["prepare"] * preparations + ["select", "expand", "attend"]
+    expected = ["prepare"] * (5 if config.quantization == "int8-fp8" else 4)
+    expected += ["probe"] * ("probe" in config.rule) + ["select", "expand", "attend"]
+    assert names[: len(expected)] == expected
     built = []
     for kernel, args, kwargs in noted:
         if kwargs.get("CAREFUL") or (only and kernel.__name__ != only):
@@ -99,6 +100,13 @@ def test_rarer_settings_compile_and_fit(monkeypatch, arch):
 def test_selection_fits_with_every_rule(monkeypatch, arch, dim, subblocks):
     config = SparseConfig(rule=RULES, subblocks=(4, subblocks), quantization="none")
     compile_all(monkeypatch, arch, config, dim, only="select")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_probe_compiles_and_fits(monkeypatch, arch, dim):
+    (built,) = compile_all(monkeypatch, arch, SparseConfig(rule="probe", quantization="none"), dim, only="probe")
+    assert TENSOR_CORE[arch] in built.ptx
 
 
 @pytest.mark.every_format

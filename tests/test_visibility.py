@@ -110,3 +110,13 @@ def test_valid_keys_are_counted():
     assert sight.valid_before.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert sight.unbroken.tolist() == [2, 0, 4]
     assert visibility(4, 4, False, None, CPU).unbroken is None
+
+
+@pytest.mark.parametrize("sight", [{}, {"is_causal": True}, {"window": (20, 5)}, {"window": (60, 0)}], ids=str)
+def test_keys_that_all_rows_see(sight):
+    see = visibility(40, 70, sight.get("is_causal", False), sight.get("window"), CPU)
+    for top, bottom in ((0, 7), (8, 8), (20, 39)):
+        seen = see.pairs(range(top, bottom + 1), range(70))[0, 0].all(0)
+        leading = int(seen.long().cumprod(0).sum())
+        assert see.keys_seen_from(top, bottom) == leading
+    assert visibility(40, 70, False, None, CPU, torch.ones(1, 70, dtype=torch.bool)).keys_seen_from(0, 7) == 0

@@ -238,27 +238,33 @@ def probe_positions(q_len: int, block_rows: int, count: int, device: torch.devic
 def _probed(inputs: Inputs, config: SparseConfig) -> Tensor:
     """Blocks that hold more of a sampled row's attention than "probe" says, bool [B, Hq, query blocks, key blocks]."""
     batch, heads, q_len, _ = inputs.query.shape
-    k_len, key = inputs.key.shape[2], inputs.key.to(torch.bfloat16).float()
+    k_len, sight, key = inputs.key.shape[2], inputs.visibility, inputs.key.to(torch.bfloat16).float()
     rows = probe_positions(q_len, config.block[0], config.probe_rows, key.device)
     step = max(1, SCORES_AT_ONCE // (batch * heads * config.probe_rows * k_len))
     keep = torch.zeros(batch, heads, len(rows), -(-k_len // config.block[1]), dtype=torch.bool, device=key.device)
     for first in range(0, len(rows), step):
-        last_row = min((first + step) * config.block[0], q_len) - 1
-        stop = max(0, min(k_len, last_row + inputs.visibility.offset + inputs.visibility.right + 1))  # seen by some row
-        part = _probed_rows(inputs, key[:, :, :stop], rows[first : first + step], config)
+        top, bottom = first * config.block[0], min((first + step) * config.block[0], q_len) - 1
+        stop = max(0, min(k_len, bottom + sight.offset + sight.right + 1))  # what some row sees
+        free = min(stop, sight.keys_seen_from(top, bottom))
+        part = _probed_rows(inputs, key[:, :, :stop], rows[first : first + step], free, config)
         keep[:, :, first : first + step, : part.shape[3]] = part
     return keep
 
 
-def _probed_rows(inputs: Inputs, key: Tensor, rows: Tensor, config: SparseConfig) -> Tensor:
+def _probed_rows(inputs: Inputs, key: Tensor, rows: Tensor, free: int, config: SparseConfig) -> Tensor:
+    """The verdict of some rows, which all see the first `free` keys; in place, as this is most of selection's work."""
     (batch, heads, _, dim), (kv_heads, stop) = inputs.query.shape, key.shape[1:3]
-    query = inputs.query[:, :, rows.flatten()].to(torch.bfloat16).float().reshape(batch, kv_heads, -1, dim)
-    scores = (query @ key.transpose(-1, -2) * inputs.scale).view(batch, heads, -1, stop)
-    seen = inputs.visibility.pairs(rows.flatten(), range(stop))
-    mass = torch.where(seen, scores, -torch.inf).softmax(-1)  # NaN where a row sees nothing: claims nothing
-    mass = torch.nn.functional.pad(mass, (0, -stop % config.block[1])).unflatten(-1, (-1, config.block[1])).sum(-1)
-    share = config.per_head("probe", heads, mass.device)[:, None, None, None]
-    claimed: Tensor = (mass.unflatten(2, rows.shape) > share).any(3)
+    query = inputs.query[:, :, rows.flatten()].to(torch.bfloat16).float() * inputs.scale
+    weights = (query.reshape(batch, kv_heads, -1, dim) @ key.transpose(-1, -2)).view(batch, heads, -1, stop)
+    weights[..., free:].masked_fill_(~inputs.visibility.pairs(rows.flatten(), range(free, stop)), -torch.inf)
+    if stop:
+        weights.sub_(weights.amax(-1, keepdim=True)).exp_()  # NaN where a row sees nothing: claims nothing
+    keys = config.block[1]
+    if stop % keys:
+        weights = torch.nn.functional.pad(weights, (0, -stop % keys))
+    mass = weights.unflatten(-1, (-1, keys)).sum(-1)
+    share = config.per_head("probe", heads, mass.device)[:, None, None]
+    claimed: Tensor = (mass > share * mass.sum(-1, keepdim=True)).unflatten(2, rows.shape).any(3)
     return claimed
 
 

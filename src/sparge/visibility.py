@@ -58,6 +58,12 @@ class Visibility:
         valid = None if self.key_valid is None else self.key_valid[:, keys.start : keys.stop]
         return Visibility(len(rows), len(keys), self.device, left, right, valid)
 
+    def keys_seen_from(self, top: int, bottom: int) -> int:
+        """How many keys, from the first on, all rows from `top` to `bottom` are known to see."""
+        if self.key_valid is not None or bottom + self.offset - self.left > 0:
+            return 0
+        return max(0, min(self.k_len, top + self.offset + self.right + 1))
+
     def pairs(self, rows: range | Tensor, keys: range) -> Tensor:
         """bool [B or 1, 1, rows, keys]: which row sees which key."""
         if isinstance(rows, range):

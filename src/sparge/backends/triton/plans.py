@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.sizes import (
+    PROBE_PROGRAMS,
     SAMPLE_PARTS,
     Sizes,
     power_of_two,
@@ -29,7 +30,6 @@ LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
 KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
 WEIGHT_BYTES = 1 << 27  # of predicted weights kept for a search's walks; longer problems compute them again
-PROBE_PROGRAMS = 396  # three for each of an H200's multiprocessors, each with scratch that should stay in L2
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -163,8 +163,10 @@ def _probe(problem: Signature, config: SparseConfig, size: Sizes, words: int, ch
     """How many numbers of scratch it takes, and the launch."""
     from sparge.backends.triton import _probe as kernels
 
-    tuning = probe_sizes(chip, size.dim, config.block[1], problem.dtype == torch.float32)
-    tiles = -(-size.q_blocks * config.probe_rows // tuning["ROWS"])
+    rows = size.q_blocks * config.probe_rows
+    float32 = problem.dtype == torch.float32
+    tuning = probe_sizes(chip, size.dim, config.block[1], float32, rows * size.batch * size.heads)
+    tiles = -(-rows // tuning["ROWS"])
     all_tiles, per_program = tiles * size.batch * size.heads, tuning["ROWS"] * words * WORD
     programs = min(all_tiles, PROBE_PROGRAMS, max(1, WEIGHT_BYTES // (4 * per_program)))
     numbers = (

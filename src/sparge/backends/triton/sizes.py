@@ -12,6 +12,7 @@ from sparge.quantization import MIN_ROTATION, SAMPLE_TILE
 KEY_TILE = 128  # 8-bit copies of K and V are padded to it, and packed sequences start at its multiples
 MOST_STEPS = {"QUERIES": 8, "KEYS": 32, "VALUES": 4}  # blocks or key tiles one item of preparation goes through
 ITEMS = 512  # enough to fill a chip: shorter problems have smaller items
+PROBE_PROGRAMS = 264  # two for each of an H200's multiprocessors: each has scratch, which should stay in L2
 SAMPLE_PARTS = 8  # programs that share one head's sample
 MIN_VALUE_CHANNELS = 64  # Triton 3.6 on sm_90 multiplies fewer wrongly where rows are not 16-byte aligned
 SMALL_CHIPS = (86, 89, 120)  # 99 KB of shared memory
@@ -114,11 +115,13 @@ def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict
     return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": 3 if widest <= 128 else 2}
 
 
-def probe_sizes(chip: int, widest: int, block_keys: int, float32: bool) -> dict[str, int]:
-    """Sampled rows per program, keys per step."""
+def probe_sizes(chip: int, widest: int, block_keys: int, float32: bool, rows: int) -> dict[str, int]:
+    """Sampled rows per program, keys per step. All keys are read for each program's rows: the more rows the better."""
+    many = chip == 90 and rows >= 2 * 128 * PROBE_PROGRAMS
     step = max(block_keys, 128 if widest <= 128 and not float32 else 64)
-    stages = 1 if float32 or (chip in SMALL_CHIPS and widest > 128) else 2 if chip in SMALL_CHIPS else 3
-    return {"ROWS": 64, "STEP": step, "num_warps": 4, "num_stages": stages}
+    stages = 1 if float32 or (chip in SMALL_CHIPS and widest > 128) else 3 if chip == 100 else 2  # as it spills least
+    warps = 8 if many or (chip in SMALL_CHIPS and widest > 128) else 4  # four would spill
+    return {"ROWS": 128 if many else 64, "STEP": step, "num_warps": warps, "num_stages": stages}
 
 
 def tile_sizes(
