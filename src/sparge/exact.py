@@ -24,7 +24,7 @@ def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
     if sight.key_valid is None and sight.left >= sight.k_len and sight.right >= sight.k_len:
         out = scaled_dot_product_attention(_folded(query, group), key, value, scale=inputs.scale)
     elif _pairs_per_key(query, sight, group) * sight.k_len <= PAIRS_AT_ONCE:
-        seen = _seen(sight, rows, range(sight.k_len), group)
+        seen = sight.pairs(rows, range(sight.k_len)).repeat(1, 1, group, 1)
         out = scaled_dot_product_attention(_folded(query, group), key, value, seen, scale=inputs.scale)
         out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
     else:
@@ -44,7 +44,8 @@ def attend_keys(
     found: Part | None = None
     for first in range(0, len(keys), step):
         some = slice(first, min(first + step, len(keys)))
-        part = attend(folded, key[:, :, some], value[:, :, some], _seen(sight, rows, keys[some], group), scale)
+        seen = sight.pairs(rows, keys[some]).repeat(1, 1, group, 1)
+        part = attend(folded, key[:, :, some], value[:, :, some], seen, scale)
         found = part if found is None else merge(*found, *part)
     assert found is not None
     return found[0].reshape(*query.shape[:3], -1), found[1].reshape(query.shape[:3])
@@ -58,15 +59,6 @@ def _folded(query: Tensor, group: int) -> Tensor:
 
 def _pairs_per_key(query: Tensor, sight: Visibility, group: int) -> int:
     return (1 if sight.key_valid is None else len(query)) * group * query.shape[2]
-
-
-def _seen(sight: Visibility, rows: Tensor, keys: range, group: int) -> Tensor:
-    """bool [B or 1, 1, group * R, keys]"""
-    key, position = torch.arange(keys.start, keys.stop, device=rows.device), (rows + sight.offset)[:, None]
-    seen = ((key >= position - sight.left) & (key <= position + sight.right))[None, None]
-    if sight.key_valid is not None:
-        seen = seen & sight.key_valid[:, None, None, keys.start : keys.stop]
-    return seen.repeat(1, 1, group, 1)
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
