@@ -14,6 +14,7 @@ from sparge import quantization as fmt
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
+from sparge.probing import probe_claims, probe_positions, probe_scores
 from sparge.quantization import Quantized
 from sparge.selection import apply_rules
 from sparge.stages import Blocks, Output
@@ -228,38 +229,22 @@ def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
     return pooled.reshape(batch, heads, q_blocks, a, k_blocks)
 
 
-def probe_positions(q_len: int, block_rows: int, count: int, device: torch.device) -> Tensor:
-    """int64 [query blocks, count]: sampled rows, spread over each block, or its last row where it ends early."""
-    first = torch.arange(0, q_len, block_rows, device=device)[:, None]
-    inside = (2 * torch.arange(count, device=device) + 1) * block_rows // (2 * count)
-    return (first + inside).clamp(max=q_len - 1)
-
-
 def _probed(inputs: Inputs, config: SparseConfig) -> Tensor:
     """Blocks that hold more of a sampled row's attention than "probe" says, bool [B, Hq, query blocks, key blocks]."""
     batch, heads, q_len, _ = inputs.query.shape
-    k_len, key = inputs.key.shape[2], inputs.key.to(torch.bfloat16).float()
+    k_len, key, sight = inputs.key.shape[2], inputs.key.to(torch.bfloat16).float(), inputs.visibility
     rows = probe_positions(q_len, config.block[0], config.probe_rows, key.device)
     step = max(1, SCORES_AT_ONCE // (batch * heads * config.probe_rows * k_len))
     keep = torch.zeros(batch, heads, len(rows), -(-k_len // config.block[1]), dtype=torch.bool, device=key.device)
     for first in range(0, len(rows), step):
         last_row = min((first + step) * config.block[0], q_len) - 1
-        stop = max(0, min(k_len, last_row + inputs.visibility.offset + inputs.visibility.right + 1))  # seen by some row
-        part = _probed_rows(inputs, key[:, :, :stop], rows[first : first + step], config)
+        stop = max(0, min(k_len, last_row + sight.offset + sight.right + 1))  # seen by some row
+        some = rows[first : first + step].flatten()
+        query = inputs.query[:, :, some].to(torch.bfloat16).float()
+        scores = probe_scores(query, key[:, :, :stop], inputs.scale, sight, some, range(stop))
+        part = probe_claims(scores, scores.logsumexp(-1), config)
         keep[:, :, first : first + step, : part.shape[3]] = part
     return keep
-
-
-def _probed_rows(inputs: Inputs, key: Tensor, rows: Tensor, config: SparseConfig) -> Tensor:
-    (batch, heads, _, dim), (kv_heads, stop) = inputs.query.shape, key.shape[1:3]
-    query = inputs.query[:, :, rows.flatten()].to(torch.bfloat16).float().reshape(batch, kv_heads, -1, dim)
-    scores = (query @ key.transpose(-1, -2) * inputs.scale).view(batch, heads, -1, stop)
-    seen = inputs.visibility.pairs(rows.flatten(), range(stop))
-    mass = torch.where(seen, scores, -torch.inf).softmax(-1)  # NaN where a row sees nothing: claims nothing
-    mass = torch.nn.functional.pad(mass, (0, -stop % config.block[1])).unflatten(-1, (-1, config.block[1])).sum(-1)
-    share = config.per_head("probe", heads, mass.device)[:, None, None, None]
-    claimed: Tensor = (mass.unflatten(2, rows.shape) > share).any(3)
-    return claimed
 
 
 def _always_kept(blocks: Blocks, config: SparseConfig) -> Tensor:
