@@ -139,6 +139,9 @@ FEW = SparseConfig(rule="topk", topk=0.25, subblocks=(1, 1), sinks=0, quantizati
 TEXT = replace(FEW, protected=((0, 40), (-20, None)))
 PAPER = SparseConfig(rule="cdf", cdf=0.6, subblocks=(1, 1), similarity=0.05, quantization="none")
 BUDGET = SparseConfig(rule="topk", topk=(0.1, 0.1, 1.0, 1.0), quantization="none", max_error=0.05)
+PROBE = SparseConfig(rule=("threshold", "gap", "probe"), threshold=0.2, gap=0.1, probe=0.02, quantization="none")
+PROBE_PER_HEAD = replace(PROBE, probe=(0.01, 0.02, 0.03, 0.05), probe_rows=2)
+PROBE_ALL = SparseConfig(rule="probe", probe=0.0, quantization="none")
 PER_HEAD = SparseConfig(rule="threshold", threshold=(0.01, 0.05, 0.1, 0.2), quantization="none")
 
 CASES = {
@@ -155,6 +158,9 @@ CASES = {
     "ring budget": Case((2, 1), replace(BUDGET, max_error=0.005), GROUPED, CAUSAL, "zigzag"),
     "ring fp8 budget": Case((2, 1), replace(BUDGET, quantization="int8-fp8"), {"q_len": 300}, CAUSAL),
     "ring budget that is kept": Case((2, 1), replace(BUDGET, max_error=0.9), GROUPED, CAUSAL, "zigzag"),
+    "ring probe": Case((2, 1), PROBE, {**GROUPED, "q_len": 1000}, CAUSAL, "zigzag"),
+    "ring probe alone, fp8": Case((2, 1), SparseConfig(rule="probe", quantization="int8-fp8"), {"q_len": 700}),
+    "ring probe, budget": Case((2, 1), replace(PROBE_PER_HEAD, max_error=0.02), {"q_len": 600}, CAUSAL),
     "ring broken": Case((2, 1), arguments=CAUSAL, broken=torch.nan),
     "ring infinite": Case((2, 1), broken=torch.inf),
     "ulysses": Case((1, 2), sizes=GROUPED, arguments={**CAUSAL, "layout": "BHSD"}),
@@ -168,9 +174,12 @@ CASES = {
     "ulysses padded": Case((1, 2), sizes={"batch": 2}, hidden=3),
     "all, ring": Case((2, 1), EXACT, GROUPED, CAUSAL, "zigzag"),
     "all, ring in 8 bits": Case((2, 1), replace(EXACT, quantization="int8-fp8"), {"q_len": 256, "heads": 2}),
+    "all, ring of a probe": Case((2, 1), PROBE_ALL, {**GROUPED, "q_len": 1024}, CAUSAL, "zigzag"),
     "all, ulysses": Case((1, 2), EXACT, GROUPED, CAUSAL),
     # four ranks
     "all, both": Case((2, 2), EXACT, GROUPED, CAUSAL, "zigzag"),
+    "all, ring of four of a probe": Case((4, 1), replace(PROBE_ALL, probe_rows=8), {"heads": 2}),
+    "all, both with a probe": Case((2, 2), PROBE_ALL, GROUPED, CAUSAL, "zigzag"),
     "ring of four": Case((4, 1), sizes={"q_len": 1000}, arguments=CAUSAL, sharding="zigzag"),
     "ring of four, uneven": Case((4, 1), sizes={"q_len": 700}, lengths=(1, 77, 500, 122), arguments=CAUSAL),
     "ring of four, short": Case((4, 1), sizes={"q_len": 150}, arguments=CAUSAL, sharding="zigzag"),
@@ -193,10 +202,22 @@ CASES = {
     "ring of four, packed budget": Case((4, 1), BUDGET, ends=(0, 300, 330, 330, 512), arguments=CAUSAL),
     "ring of four, packed": Case((4, 1), ends=(0, 300, 330, 330, 512), arguments=CAUSAL),
     "ring of four, packed zigzag": Case((4, 1), ends=(0, 100, 512), sharding="zigzag", arguments=CAUSAL),
+    "ring of four, probe": Case((4, 1), PROBE_PER_HEAD, {"q_len": 1000, **GROUPED}, CAUSAL, "zigzag"),
+    "ring of four, probe, uneven": Case(
+        (4, 1), replace(PROBE, block=(64, 32)), {"q_len": 700, "batch": 2}, {"window": (300, 40)},
+        lengths=(1, 77, 500, 122), hidden=3,
+    ),
+    "ring of four, probe, short": Case((4, 1), PROBE, {"q_len": 150}, CAUSAL, "zigzag"),
+    "ring of four, probe, packed": Case((4, 1), PROBE, ends=(0, 300, 330, 330, 512), arguments=CAUSAL),
+    "ring of four, probe, text": Case(
+        (4, 1), replace(PROBE, protected=((0, 40),)), {"q_len": 420},
+        segments=((10, 100), (10, 100), (10, 90), (10, 90)),
+    ),
     "ulysses of four, two key heads": Case((1, 4), PER_HEAD, GROUPED, CAUSAL, "zigzag"),
     "both": Case((2, 2), PER_HEAD, {**GROUPED, "q_len": 700}, CAUSAL, "zigzag"),
     "both, uneven": Case((2, 2), sizes={"q_len": 600, "kv_heads": 1}, lengths=(200, 77, 101, 222), arguments=CAUSAL),
     "both, budget": Case((2, 2), BUDGET, {"q_len": 600}, CAUSAL),
+    "both, probe": Case((2, 2), PROBE_PER_HEAD, {**GROUPED, "q_len": 700}, CAUSAL, "zigzag"),
     "both, fp8": Case((2, 2), SparseConfig(quantization="int8-fp8"), {"q_len": 300, **GROUPED}, CAUSAL),
     "both, packed": Case((2, 2), ends=(0, 300, 512), sizes=GROUPED, arguments=CAUSAL),
 }  # fmt: skip

@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import sparge
 from sparge import reference
 from sparge.distributed.cost import Workload, cost
+from sparge.distributed.probe import scores_alone
 from sparge.distributed.sharding import split_evenly
-from sparge.distributed.wire import BUDGET, KEYS_AND_VALUES, Team
+from sparge.distributed.wire import BUDGET, KEYS_AND_VALUES, PROBE, Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,6 +157,18 @@ def test_a_budget_in_a_ring_moves_keys_again_only_for_heads_over_it():
     assert BUDGET not in without
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if "probe" in case.config.rule and case.config.max_error is None]
+)
+def test_the_probe_of_a_ring_keeps_blocks_that_scores_do_not(name):
+    """Without which the tests of masks would not tell whether it was asked."""
+    case, shards = CASES[name], shards_of(name)
+    by_scores = replace(case, config=scores_alone(case.config)).run_alone()[2]
+    assert shards[0]["stats"].executed.sum() > by_scores.executed.sum()
+    assert sum(shard["sent"][PROBE] for shard in shards) > 0
+    assert PROBE not in shards_of("ring")[0]["sent"]
+
+
 # ---- what moves
 
 
@@ -206,7 +220,7 @@ def test_the_model_of_cost_predicts_every_byte(name):
     causal, (rows, columns) = bool(case.arguments), case.mesh
     work = Workload(
         q.shape[2], q.shape[1], k.shape[1], 16, element_bytes=4, quantization=case.config.quantization,
-        is_causal=causal, return_lse=True,
+        is_causal=causal, return_lse=True, probe_rows=case.config.probe_rows if "probe" in case.config.rule else 0,
     )  # fmt: skip
     predicted = {purpose: count for purpose, count in cost(work, rows, columns).sent.items() if count}
     counted = Counter()

@@ -236,6 +236,15 @@ def test_the_probe_finds_a_key_that_means_hide():
     assert torch.equal(kept[2], kept[0])  # samples a row that looks for nothing
 
 
+def test_the_probe_of_rows_that_see_nothing_claims_nothing(monkeypatch):
+    inputs = problem(*tensors(4, q_len=300, k_len=40, contrast=4.0), is_causal=True)
+    config = replace(ONLY_BEST, rule=("topk", "probe"), probe=0.0)
+    whole = selected(inputs, config)
+    monkeypatch.setattr(reference, "SCORES_AT_ONCE", 1)  # a block of them by itself
+    assert selected(inputs, config).equals(whole)
+    assert whole.to_dense().any(-1)[0, 0].tolist() == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (100, 300), (300, 100), (1, 65)])
 def test_diagonal_blocks_are_kept_under_causal(q_len, k_len):
     inputs = problem(*tensors(11, q_len=q_len, k_len=k_len), is_causal=True)

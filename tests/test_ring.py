@@ -12,14 +12,16 @@ from problems import BY_NAME, INTERPRETED, each_backend, on_its_device, problem,
 from test_parity import a_case
 from threads import run_threads
 
-from sparge import SparseConfig
-from sparge.distributed import ring
+from sparge import SparseConfig, reference
+from sparge.distributed import probe, ring
 from sparge.distributed.run import _attend_rows
 from sparge.distributed.sharding import coalesced, split_evenly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPARSE = SparseConfig(threshold=0.02, gap=1.0, quantization="none")
+PROBE = SparseConfig(rule=("threshold", "gap", "probe"), threshold=0.2, gap=0.1, probe=0.04, quantization="none")
+FINE = replace(PROBE, probe=0.003, sinks=0, block=(64, 32), subblocks=(1, 1))
 ERROR = {"none": 1e-5, "int8": 0.004, "int8-fp8": 0.015}
 CASES = {
     "plain": (SPARSE, {}, {}),
@@ -31,6 +33,15 @@ CASES = {
     "outliers": (replace(SPARSE, quantization="int8-fp8"), {"q_len": 130, "k_len": 4200, "dim": 64}, {}),
     "negative scale": (SPARSE, {}, {"scale": -0.3}),
     "protected": (replace(SPARSE, protected=((0, 20), (-9, None)), sinks=0), {"k_len": 700}, {}),
+    "probe": (PROBE, {"kv_heads": 2, "k_len": 700}, {"is_causal": True}),
+    "probe alone, fp8": (
+        SparseConfig(rule="probe", probe=(1e-4, 1e-3), probe_rows=2, block=(192, 32), quantization="int8-fp8"),
+        {"dim": 64},
+        {},
+    ),
+    "probe, windowed": (FINE, {"q_len": 700}, {"window": (250, 60)}),
+    "probe, padded": (replace(PROBE, protected=((0, 20),)), {"batch": 2}, {"padded": True}),
+    "probe, rows before the keys": (FINE, {"q_len": 600, "k_len": 400}, {"is_causal": True}),
     "some scores of -inf": (SPARSE, {"infinite": 140}, {}),
     "all scores of -inf": (SPARSE, {"infinite": 420}, {}),
 }
@@ -53,7 +64,7 @@ def the_problem(backend, sizes, sight):
     return on_its_device(backend, problem(q, k, v, **sight))
 
 
-QUICK = ("plain", "judged", "int8-fp8")  # in Triton's interpreter
+QUICK = ("plain", "judged", "int8-fp8", "probe")  # in Triton's interpreter
 
 
 def check_ring(backend, inputs, config, rows, keys, monkeypatch):
@@ -112,6 +123,37 @@ def test_the_ring_computes_what_one_rank_computes(backend, name, sharding, monke
         pytest.skip(f"{backend}: {refusal}")
     rows, keys = (split_evenly(x.shape[2], 3, sharding) for x in (inputs.query, inputs.key))
     check_ring(backend, inputs, config, rows, keys, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("probe")])
+def test_the_probe_adds_blocks(name):
+    """Without which the cases above would not tell whether it was asked."""
+    config, sizes, sight = CASES[name]
+    blocks = reference.summarize(the_problem("reference", sizes, sight), config)
+    kept, by_scores = (
+        reference.select(blocks, each).kept_per_head.sum() for each in (config, probe.scores_alone(config))
+    )
+    assert kept > by_scores + 5
+
+
+@pytest.mark.parametrize(("left", "is_causal"), [(None, True), (300, False)])
+def test_a_probe_over_many_keys_takes_some_at_a_time(left, is_causal, monkeypatch):
+    config = replace(PROBE, block=(64, 32), probe_rows=2)
+    sight = {"is_causal": is_causal, "window": (left, None)}
+    inputs = the_problem("reference", {"q_len": 2400, "heads": 1, "dim": 16}, sight)
+    monkeypatch.setattr(probe, "KEYS_AT_ONCE", 1024)  # 32 blocks
+    monkeypatch.setattr(probe, "SCORES_AT_ONCE", 1024 * 2 * 5)  # of five query blocks
+    largest, probe_scores = [0], probe.probe_scores
+
+    def measured(*arguments):
+        scores = probe_scores(*arguments)
+        largest[0] = max(largest[0], scores.numel())
+        return scores
+
+    monkeypatch.setattr(probe, "probe_scores", measured)
+    shares = split_evenly(2400, 2, "contiguous")
+    check_ring("torch", inputs, config, shares, shares, monkeypatch)
+    assert largest == [1024 * 2 * 5]
 
 
 def any_cut(rng, length, ranks):

@@ -14,6 +14,7 @@ from sparge import quantization as fmt
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
+from sparge.probing import probe_claims, probe_positions, probe_scores
 from sparge.quantization import Quantized
 from sparge.selection import apply_rules
 from sparge.stages import Blocks, Output
@@ -228,13 +229,6 @@ def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
     return pooled.reshape(batch, heads, q_blocks, a, k_blocks)
 
 
-def probe_positions(q_len: int, block_rows: int, count: int, device: torch.device) -> Tensor:
-    """int64 [query blocks, count]: sampled rows, spread over each block, or its last row where it ends early."""
-    first = torch.arange(0, q_len, block_rows, device=device)[:, None]
-    inside = (2 * torch.arange(count, device=device) + 1) * block_rows // (2 * count)
-    return (first + inside).clamp(max=q_len - 1)
-
-
 def _probed(inputs: Inputs, config: SparseConfig) -> Tensor:
     """Blocks that hold more of a sampled row's attention than "probe" says, bool [B, Hq, query blocks, key blocks]."""
     batch, heads, q_len, _ = inputs.query.shape
@@ -244,28 +238,15 @@ def _probed(inputs: Inputs, config: SparseConfig) -> Tensor:
     keep = torch.zeros(batch, heads, len(rows), -(-k_len // config.block[1]), dtype=torch.bool, device=key.device)
     for first in range(0, len(rows), step):
         top, bottom = first * config.block[0], min((first + step) * config.block[0], q_len) - 1
-        stop = max(0, min(k_len, bottom + sight.offset + sight.right + 1))  # what some row sees
-        free = min(stop, sight.keys_seen_from(top, bottom))
-        part = _probed_rows(inputs, key[:, :, :stop], rows[first : first + step], free, config)
+        stop = min(k_len, bottom + sight.offset + sight.right + 1)
+        if stop <= 0:
+            continue  # no row sees any key
+        some, free = rows[first : first + step].flatten(), min(stop, sight.keys_seen_from(top, bottom))
+        query = inputs.query[:, :, some].to(torch.bfloat16).float()
+        scores = probe_scores(query, key[:, :, :stop], inputs.scale, sight, some, range(stop), free)
+        part = probe_claims(scores, scores.amax(-1), None, config)
         keep[:, :, first : first + step, : part.shape[3]] = part
     return keep
-
-
-def _probed_rows(inputs: Inputs, key: Tensor, rows: Tensor, free: int, config: SparseConfig) -> Tensor:
-    """The verdict of some rows, which all see the first `free` keys; in place, as this is most of selection's work."""
-    (batch, heads, _, dim), (kv_heads, stop) = inputs.query.shape, key.shape[1:3]
-    query = inputs.query[:, :, rows.flatten()].to(torch.bfloat16).float() * inputs.scale
-    weights = (query.reshape(batch, kv_heads, -1, dim) @ key.transpose(-1, -2)).view(batch, heads, -1, stop)
-    weights[..., free:].masked_fill_(~inputs.visibility.pairs(rows.flatten(), range(free, stop)), -torch.inf)
-    if stop:
-        weights.sub_(weights.amax(-1, keepdim=True)).exp_()  # NaN where a row sees nothing: claims nothing
-    keys = config.block[1]
-    if stop % keys:
-        weights = torch.nn.functional.pad(weights, (0, -stop % keys))
-    mass = weights.unflatten(-1, (-1, keys)).sum(-1)
-    share = config.per_head("probe", heads, mass.device)[:, None, None]
-    claimed: Tensor = (mass > share * mass.sum(-1, keepdim=True)).unflatten(2, rows.shape).any(3)
-    return claimed
 
 
 def _always_kept(blocks: Blocks, config: SparseConfig) -> Tensor:

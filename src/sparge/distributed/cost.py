@@ -12,9 +12,20 @@ from dataclasses import dataclass
 from sparge.distributed.agreement import MESSAGE_BYTES
 from sparge.distributed.cargo import UNIT
 from sparge.distributed.ring import sampled_tiles
-from sparge.distributed.sharding import split_evenly
-from sparge.distributed.wire import ALIGNMENT, FROM_HEADS, KEYS_AND_VALUES, NEEDS, SAMPLE, SETTINGS, SUMMARIES, TO_HEADS
+from sparge.distributed.sharding import Shares, coalesced, split_evenly
+from sparge.distributed.wire import (
+    ALIGNMENT,
+    FROM_HEADS,
+    KEYS_AND_VALUES,
+    NEEDS,
+    PROBE,
+    SAMPLE,
+    SETTINGS,
+    SUMMARIES,
+    TO_HEADS,
+)
 from sparge.quantization import KEYS_PER_SCALE, MIN_ROTATION
+from sparge.words import WORD
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,10 @@ class Workload:
     quantization: str = "int8-fp8"
     is_causal: bool = True  # cut in zigzag
     return_lse: bool = False
+    block_rows: int = 128
     block_keys: int = 64
     sub_keys: int = 4
+    probe_rows: int = 0  # of each query block; 0: without the rule "probe"
     needed: float = 1.0  # share of the other ranks' visible units that a rank needs
     executed: float = 1.0  # share of the visible blocks that are computed
 
@@ -64,28 +77,43 @@ def cost(work: Workload, ring: int, ulysses: int) -> Cost:
     tokens, dim = row_tokens // ulysses, work.head_dim
     half = 0.5 if work.is_causal else 1.0
 
-    def tensors(*numbers: float) -> float:
-        return sum(math.ceil(n / ALIGNMENT) * ALIGNMENT for n in numbers)
-
     own = work.batch * heads * tokens * dim * work.element_bytes
     other = key_heads * tokens * dim * work.element_bytes
     blocks = row_tokens // work.block_keys
-    plan = sampled_tiles(split_evenly(work.tokens, ring, "zigzag" if work.is_causal else "contiguous"))
+    shares = split_evenly(work.tokens, ring, "zigzag" if work.is_causal else "contiguous")
+    plan = sampled_tiles(shares)
     sampled = max(sum(length for _, _, length in of_rank) for of_rank in plan) * key_heads * dim * work.element_bytes
-    sample = tensors(sampled, sampled, key_heads * dim * 4) if work.quantization == "int8-fp8" else tensors(sampled)
+    sample = _message(sampled, sampled, key_heads * dim * 4) if work.quantization == "int8-fp8" else _message(sampled)
     # In zigzag, of two ranks' four chunks one is hidden from the other rank.
     seen = 0.75 if work.is_causal else 1.0
     sent = {
         SETTINGS: MESSAGE_BYTES * (ulysses - 1) + MESSAGE_BYTES * ulysses * (ring - 1),
-        TO_HEADS: (ulysses - 1) * tensors(own, other, other),
-        FROM_HEADS: (ulysses - 1) * tensors(own, work.batch * heads * tokens * 4 if work.return_lse else 0),
+        TO_HEADS: (ulysses - 1) * _message(own, other, other),
+        FROM_HEADS: (ulysses - 1) * _message(own, work.batch * heads * tokens * 4 if work.return_lse else 0),
         SAMPLE: (ring - 1) * sample,
-        SUMMARIES: (ring - 1) * tensors(key_heads * blocks * work.sub_keys * dim * 2, key_heads * blocks),
-        NEEDS: (ring - 1) * tensors(work.tokens // UNIT),
+        SUMMARIES: (ring - 1) * _message(key_heads * blocks * work.sub_keys * dim * 2, key_heads * blocks),
+        PROBE: (ring - 1) * _probe_message(work, work.batch * heads, shares),
+        NEEDS: (ring - 1) * _message(work.tokens // UNIT),
         KEYS_AND_VALUES: (ring - 1) * seen * work.needed * key_heads * row_tokens * _bytes_per_key(work),
     }
     operations = 4.0 * work.batch * heads * row_tokens * work.tokens * dim * half * work.executed
     return Cost(sent, operations)
+
+
+def _message(*tensors: float) -> float:
+    """Bytes of tensors that travel together."""
+    return sum(math.ceil(n / ALIGNMENT) * ALIGNMENT for n in tensors)
+
+
+def _probe_message(work: Workload, heads: int, shares: Shares) -> float:
+    """To another rank: own rows, their LSE over all keys, that of its rows over own keys, bits of own keys."""
+    if not work.probe_rows:
+        return 0.0
+    blocks = work.tokens // work.block_rows // len(shares)
+    rows, run = blocks * work.probe_rows, WORD * work.block_keys
+    words = [sum(math.ceil((stop - start) / run) for start, stop in coalesced(share)) for share in shares]
+    bits = sum(_message(heads * blocks * 4 * of_rank) for of_rank in words) / len(shares)
+    return _message(heads * rows * work.head_dim * 2) + 2 * _message(heads * rows * 4) + bits
 
 
 def _bytes_per_key(work: Workload) -> float:

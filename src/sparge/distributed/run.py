@@ -95,10 +95,6 @@ class Job:
     ) -> Job:
         division = agree(inputs, config, parallel, return_stats, ends)
         config.check_heads(inputs.query.shape[1])
-        if "probe" in config.rule and parallel.ring.size > 1:
-            raise ValueError(
-                'rule "probe" needs all keys of a head on one rank: use a mesh without a ring, or leave it out.'
-            )
         split = HeadSplit.of(inputs, parallel.ulysses)
         return cls(parallel, division.rows, division.keys, split, split.config_for(config))
 

@@ -1,0 +1,47 @@
+"""The "probe" rule: a few rows of each query block are scored against the keys they see, and claim blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparge.config import SparseConfig
+from sparge.visibility import Visibility
+
+
+def probe_positions(q_len: int, block_rows: int, count: int, device: torch.device) -> Tensor:
+    """int64 [query blocks, count]: sampled rows, spread over each block, or its last row where it ends early."""
+    first = torch.arange(0, q_len, block_rows, device=device)[:, None]
+    inside = (2 * torch.arange(count, device=device) + 1) * block_rows // (2 * count)
+    return (first + inside).clamp(max=q_len - 1)
+
+
+def probe_scores(
+    query: Tensor, key: Tensor, scale: float, sight: Visibility, rows: Tensor, keys: range, free: int = 0
+) -> Tensor:
+    """float32 [B, Hq, R, keys]: scores of rows [R] of `sight` for some of its keys; -inf where a row does not see one.
+
+    Query and key hold those rows and keys in float32, rounded to bfloat16. All rows see the first `free` keys.
+    """
+    (batch, heads, count, dim), kv_heads = query.shape, key.shape[1]
+    folded = (query * scale).reshape(batch, kv_heads, heads // kv_heads * count, dim)
+    scores = (folded @ key.transpose(-1, -2)).view(batch, heads, count, len(keys))
+    scores[..., free:].masked_fill_(~sight.pairs(rows, keys[free:]), -torch.inf)
+    return scores
+
+
+def probe_claims(scores: Tensor, base: Tensor, total: float | None, config: SparseConfig) -> Tensor:
+    """bool [B, Hq, query blocks, key blocks]: which hold more than "probe" of what one of the block's rows attends to.
+
+    Weights are relative to `base` [B, Hq, R]; what a row sees weighs `total`, or None: as much as these keys. Scores
+    begin where a block does, and are overwritten: this is most of what selection does on a CPU.
+    """
+    weights = scores.sub_(base[..., None]).exp_()  # NaN where a row sees nothing: claims nothing
+    missing = -scores.shape[3] % config.block[1]
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    held = weights.unflatten(-1, (-1, config.block[1])).sum(-1)
+    share = config.per_head("probe", scores.shape[1], scores.device)[:, None, None]
+    claimed = held > (share * held.sum(-1, keepdim=True) if total is None else share * total)
+    some: Tensor = claimed.unflatten(2, (-1, config.probe_rows)).any(3)
+    return some
