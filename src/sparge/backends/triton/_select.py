@@ -374,10 +374,10 @@ def select(
             scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, True,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
-        real = (query_block < q_blocks)[:, None]
+        there = (query_block < q_blocks)[:, None]
         if USE_PROBE:
-            packed = packed | tl.load(place[:, None] + word[None, :], mask=real, other=0)
-        tl.store(place[:, None] + word[None, :], packed, mask=real)
+            packed = packed | tl.load(place[:, None] + word[None, :], mask=there, other=0)
+        tl.store(place[:, None] + word[None, :], packed, mask=there)
     for first in range(whole, k_blocks, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
@@ -385,10 +385,10 @@ def select(
             scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, False,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
-        real = (query_block < q_blocks)[:, None] & (word < words)[None, :]
+        present = (query_block < q_blocks)[:, None] & (word < words)[None, :]
         if USE_PROBE:
-            packed = packed | tl.load(place[:, None] + word[None, :], mask=real, other=0)
-        tl.store(place[:, None] + word[None, :], packed, mask=real)
+            packed = packed | tl.load(place[:, None] + word[None, :], mask=present, other=0)
+        tl.store(place[:, None] + word[None, :], packed, mask=present)
     if PACKED:  # a shorter sequence has fewer key blocks than there are bits
         for word in range(tl.cdiv(k_blocks, CHUNK) * (CHUNK // WORD), words):
             tl.store(place + word, query_block * 0, mask=query_block < q_blocks)
