@@ -647,25 +647,8 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.
 
 
 @gluon.jit
-def fold_steps(
-    acc,
-    total,
-    best,
-    base,
-    skipped,
-    q,
-    rows,
-    q_scale,
-    lam,
-    t,
-    first,
-    last,
-    c,
-    wg: gl.constexpr,
-    p,
-    s,
-    MASK: gl.constexpr,
-):
+def fold_steps(acc, total, best, base, skipped, q, rows, q_scale, lam, t, first, last, c, wg: gl.constexpr, p, s,
+               MASK: gl.constexpr):  # fmt: skip
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
     What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.

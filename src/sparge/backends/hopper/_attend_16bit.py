@@ -187,24 +187,8 @@ def broken(scores):
 
 
 @gluon.jit
-def fold_step(
-    acc,
-    total,
-    best,
-    skipped,
-    q,
-    rows,
-    q_scale,
-    lam,
-    x,
-    c,
-    t,
-    wg: gl.constexpr,
-    p,
-    s,
-    INT8: gl.constexpr,
-    MASK: gl.constexpr,
-):
+def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.constexpr, p, s, INT8: gl.constexpr,
+              MASK: gl.constexpr):  # fmt: skip
     """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
     stage, parity = ring(c, p)
     mbarrier.wait(s.full.index(stage), parity)
@@ -250,25 +234,8 @@ def fold_step(
 
 
 @gluon.jit
-def fold_steps(
-    acc,
-    total,
-    best,
-    skipped,
-    q,
-    rows,
-    q_scale,
-    lam,
-    t,
-    first,
-    last,
-    c,
-    wg: gl.constexpr,
-    p,
-    s,
-    INT8: gl.constexpr,
-    MASK: gl.constexpr,
-):
+def fold_steps(acc, total, best, skipped, q, rows, q_scale, lam, t, first, last, c, wg: gl.constexpr, p, s,
+               INT8: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile."""
     if first < last:
         x = step_of(t, first, p, MASK)
