@@ -24,8 +24,9 @@ def probe_scores(
     Query and key hold those rows and keys in float32, rounded to bfloat16. All rows see the first `free` keys.
     """
     (batch, heads, count, dim), kv_heads = query.shape, key.shape[1]
-    folded = (query * scale).reshape(batch, kv_heads, heads // kv_heads * count, dim)
-    scores = (folded @ key.transpose(-1, -2)).view(batch, heads, count, len(keys))
+    folded = query.reshape(batch, kv_heads, heads // kv_heads * count, dim)
+    # Scaled afterwards: products of bfloat16 numbers are exact in TF32 too.
+    scores = (folded @ key.transpose(-1, -2)).mul_(scale).view(batch, heads, count, len(keys))
     scores[..., free:].masked_fill_(~sight.pairs(rows, keys[free:]), -torch.inf)
     return scores
 

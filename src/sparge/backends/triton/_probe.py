@@ -11,7 +11,7 @@ import triton.language as tl
 from sparge.backends.triton._prepare import head_row, sequence, slot_of
 from sparge.backends.triton._select import WORD, pack_words
 
-LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "k_blocks", "words", "left",
+LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "words", "left",
            "right", "tiles", "all_tiles"]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def probe(
     Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, SHARE,  # inputs; SHARE: the setting per query head
     LOGS,  # scratch: float32 [programs, ROWS, key blocks, rounded up to whole words]
     BITS,  # output: int32 [BH, query blocks, words]
-    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_blocks, words, left, right, tiles, all_tiles, scale,
+    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, words, left, right, tiles, all_tiles, scale,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PROBES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, HAS_VALID: tl.constexpr, PACKED: tl.constexpr,
@@ -61,7 +61,7 @@ def probe(
     for n in range(tl.program_id(0), all_tiles, tl.num_programs(0)):
         probe_tile(
             Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, SHARE, LOGS + tl.program_id(0).to(tl.int64) * ROWS * words * WORD,
-            BITS, n % tiles, n // tiles, heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_blocks, words,
+            BITS, n % tiles, n // tiles, heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, words,
             left, right, scale, q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
             D, DP, BQ, BK, PROBES, ROWS, STEP, HAS_VALID, PACKED,
         )  # fmt: skip
@@ -70,7 +70,7 @@ def probe(
 @triton.jit
 def probe_tile(
     Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, SHARE, LOGS, BITS, tile, bh,
-    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_blocks, words, left, right, scale,
+    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, words, left, right, scale,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PROBES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, HAS_VALID: tl.constexpr, PACKED: tl.constexpr,

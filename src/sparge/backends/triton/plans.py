@@ -170,8 +170,8 @@ def _probe(problem: Signature, config: SparseConfig, size: Sizes, words: int, ch
     all_tiles, per_program = tiles * size.batch * size.heads, tuning["ROWS"] * words * WORD
     programs = min(all_tiles, PROBE_PROGRAMS, max(1, WEIGHT_BYTES // (4 * per_program)))
     numbers = (
-        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_blocks,
-        words, *reach(problem), tiles, all_tiles, problem.scale * LOG2_E,
+        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, words,
+        *reach(problem), tiles, all_tiles, problem.scale * LOG2_E,
         *_strides(problem, problem.q_strides, problem.k_strides),
     )  # fmt: skip
     constants = {
