@@ -8,15 +8,22 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
+BESIDE = re.compile(r"\]\(([^)#:\s]+)")  # links of a page that came along itself
 
 
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    for page in sorted(Path(config.docs_dir).glob("*.md")):
-        for target in OUTSIDE.findall(page.read_text(encoding="utf-8")):
-            if (ROOT / target).is_file() and files.get_file_from_path(target) is None:
-                files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
+    pages = sorted(Path(config.docs_dir).glob("*.md"))
+    targets = [target for page in pages for target in OUTSIDE.findall(page.read_text(encoding="utf-8"))]
+    for target in targets:  # grows as pages come along
+        if not (ROOT / target).is_file() or files.get_file_from_path(target) is not None:
+            continue
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
+        if target.endswith("README.md"):
+            folder = Path(target).parent
+            links = BESIDE.findall((ROOT / target).read_text(encoding="utf-8"))
+            targets += [(folder / link).as_posix() for link in links if not link.startswith("..")]
     return files
 
 

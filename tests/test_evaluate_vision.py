@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,13 @@ def test_pictures_show_both_ways(tmp_path: Path) -> None:
     pairs = compare_samples(sample, range(2), {"few": lambda: sparge.patched(FEW)})["few"]
     contact_sheet(pairs, tmp_path / "sheet.png")
     with image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.size == (3 * 16, 2 * 3 * (16 + 14 + 4))  # frames; seeds x (dense, sparse, difference)
+        assert sheet.size == (3 * 16, 2 * (3 * (16 + 14 + 4) + 4))  # frames; seeds x (dense, sparse, difference)
+    images = [replace(pair, dense=pair.dense[:1], sparse=pair.sparse[:1]) for pair in pairs]
+    contact_sheet(images, tmp_path / "images.png")
+    with image.open(tmp_path / "images.png") as sheet:
+        assert sheet.size == (2 * 16, 3 * (16 + 14 + 4) + 4)  # seeds; dense, sparse, difference
+        shown = np.asarray(sheet)[14 : 14 + 16, 16:] / 255
+    assert np.abs(shown - pairs[1].dense[0]).max() < 0.01
     side_by_side(pairs[0], tmp_path / "both.gif", fps=4)
     with image.open(tmp_path / "both.gif") as video:
         assert (video.n_frames, video.size, video.info["duration"]) == (3, (32, 30), 250)

@@ -20,8 +20,8 @@ pytest.importorskip("skimage")
 pytest.importorskip("PIL")
 from examples.train import evaluate as evaluation
 from examples.train import prepare, sample
-from examples.train.data import Clip, DataError, read_clips, write_clips
-from examples.train.flow import generate
+from examples.train.data import Batch, Clip, DataError, read_clips, write_clips
+from examples.train.flow import flow_loss, generate
 from examples.train.layers import attention_by_layer, sparse_layers, tuned
 from examples.train.model import (
     ModelConfig,
@@ -213,8 +213,30 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(data: Path, tmp_path:
     for ours, theirs in ((again.model, whole.model), (again.averaged, whole.averaged)):
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     other = Run("tiny-video", read_clips(data), Limits(12, None), seed=3, device=CPU)
-    with refused(RunError, "another recipe, seed or data"):
+    with refused(RunError, "another recipe, start, seed or data"):
         other.resume(tmp_path / "stopped.pt")
+
+
+def test_a_run_may_begin_with_weights(data: Path, tmp_path: Path) -> None:
+    trained("tiny-image", data, tmp_path, steps=3)
+    weights = tmp_path / "tiny-image.safetensors"
+    for n in (1, 2):  # as often as one likes
+        run = Run("tiny-image", read_clips(data), Limits(2, None), seed=n, device=CPU)
+        run.start_from(weights)
+        begun = zip(
+            run.model.parameters(), run.averaged.parameters(), load_weights(weights)[0].parameters(), strict=True
+        )
+        assert all(torch.equal(ours, theirs) and torch.equal(kept, theirs) for ours, kept, theirs in begun)
+        (tmp_path / str(n)).mkdir()
+        train(run, tmp_path / str(n), 1e9, QUIET)
+        write_results(run, tmp_path / str(n), QUIET)
+        weights = tmp_path / str(n) / "tiny-image.safetensors"
+    assert run.before["steps"] == 3 + 2
+    assert "2 steps in" in (tmp_path / "2" / "tiny-image.md").read_text()
+    assert ", after 5 steps in" in (tmp_path / "2" / "tiny-image.md").read_text()
+    video = Run("tiny-video", read_clips(data), Limits(1, None), seed=0, device=CPU)
+    with refused(RunError, "another model than that of tiny-video"):
+        video.start_from(weights)
 
 
 def test_a_run_ends_in_time(data: Path, tmp_path: Path) -> None:
@@ -350,6 +372,21 @@ def test_eval_vision_takes_the_samples(video_folder: Path, data: Path, tmp_path:
     row = json.loads(result.stdout)["rows"][0]
     assert row["skipped"] > 0.5
     assert row["loss_change"] is not None
+
+
+@pytest.mark.parametrize("name", ["video", "image"])
+def test_the_trained_weights_know_their_subject(name: str) -> None:
+    """At half the side, on which training begins: they see through noise what is smooth."""
+    model, facts = load_weights(sample.HERE / "weights" / f"{name}.safetensors")
+    assert model.config == RECIPES[name].model(len(json.loads(facts["classes"])))
+    assert facts["recipe"] == name
+    wave = torch.linspace(-0.8, 0.4, 64)
+    pixels = wave[None, None, :, None, None].expand(1, model.config.frames, 64, 64, 3).contiguous()
+    noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0))
+    batch = Batch(pixels, torch.zeros(1, dtype=torch.long))
+    with torch.no_grad():
+        loss = flow_loss(model, batch, torch.tensor([0.7]), noise, batch.labels)
+    assert loss < 0.25 * float((pixels - noise).square().mean())
 
 
 def test_the_hooks_say_that_there_are_no_weights_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from examples.train.model import VideoTransformer
 CARD = """# {recipe}: a small diffusion transformer, trained to test sparse attention
 
 **Trained by the authors of sparge as a test subject; it is of no use beside that.** {millions:.1f} M parameters,
-{steps:,} steps in {minutes:.1f} minutes on one {device} (seed {seed}).
+{steps:,} steps in {minutes:.1f} minutes on one {device} (seed {seed}){before}.
 
 | | |
 |---|---|
@@ -33,13 +33,15 @@ part of this project. What sparsity changes is measured against the dense sample
 
 def model_card(model: VideoTransformer, facts: dict[str, str]) -> str:
     config, trained = model.config, json.loads(facts["trained"])
+    earlier = trained.get("before")
+    before = f", after {earlier['steps']:,} steps in {earlier['seconds'] / 60:.1f} minutes" if earlier else ""
     sampling = ", ".join(f"{name} {value:g}" for name, value in json.loads(facts["sampling"]).items())
     return CARD.format(
         recipe=facts["recipe"],
         millions=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         steps=trained["steps"], minutes=trained["seconds"] / 60, device=trained["device"], seed=trained["seed"],
         frames=config.frames, side=config.side, patch=config.patch, tokens=config.tokens,
-        depth=config.depth, heads=config.heads,
+        depth=config.depth, heads=config.heads, before=before,
         classes=", ".join(json.loads(facts["classes"])), data=facts["data"],
         held_out_loss=trained["held_out_loss"], sampling=sampling,
     )  # fmt: skip

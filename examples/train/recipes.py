@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from examples.train.model import ModelConfig, forward_flops
 
-SUSTAINED_FLOPS = 350e12  # of one H200 in bfloat16, attention and its gradient included; an estimate, not a measurement
+SUSTAINED_FLOPS = 275e12  # of one H200 in bfloat16, attention and its gradient included: measured at 16,384 tokens
 
 
 @dataclass(frozen=True)

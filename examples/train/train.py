@@ -26,7 +26,7 @@ from examples.train.card import draw_losses, model_card
 from examples.train.data import Batch, Clips, read_clips
 from examples.train.errors import ExampleError, said_plainly
 from examples.train.flow import draw_times, flow_loss
-from examples.train.model import VideoTransformer, save_weights
+from examples.train.model import VideoTransformer, load_weights, save_weights
 from examples.train.recipes import RECIPES, Recipe, Stage, estimate
 
 NOTED_STEPS = 10  # losses are read from the device once in so many
@@ -85,6 +85,7 @@ class Run:
             self.model.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=device.type == "cuda"
         )
         self.windows = {held_out: clips.windows(self.recipe.frames, held_out) for held_out in (False, True)}
+        self.before: dict[str, float] = {}  # what was trained before this run began
 
     @property
     def progress(self) -> float:
@@ -143,6 +144,17 @@ class Run:
 
     # ---- files
 
+    def start_from(self, path: Path) -> None:
+        """Begins with these weights instead of random ones."""
+        model, facts = load_weights(path)
+        if model.config != self.model.config:
+            raise RunError(f"{path} holds another model than that of {self.name} for this data.")
+        self.model.load_state_dict(model.state_dict())
+        self.averaged.load_state_dict(model.state_dict())
+        earlier = json.loads(facts["trained"])
+        before = earlier.get("before", {})
+        self.before = {name: earlier[name] + before.get(name, 0) for name in ("steps", "seconds")}
+
     def save(self, path: Path) -> None:
         """Written beside the target first and then renamed: a checkpoint is always a whole one."""
         state = {
@@ -156,7 +168,7 @@ class Run:
     def resume(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["job"] != self._job():
-            raise RunError(f"{path} is of another recipe, seed or data; delete it or name another folder.")
+            raise RunError(f"{path} is of another recipe, start, seed or data; delete it or name another folder.")
         self.model.load_state_dict(state["model"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -164,7 +176,8 @@ class Run:
 
     def _job(self) -> dict[str, Any]:
         data = f"{self.clips.source}, {len(self.clips.frames)} frames"
-        return {"recipe": self.name, "settings": repr(self.recipe), "seed": self.seed, "data": data}
+        settings = repr(self.recipe)
+        return {"recipe": self.name, "settings": settings, "seed": self.seed, "data": data, "before": self.before}
 
 
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
@@ -237,7 +250,7 @@ def write_results(run: Run, out: Path, console: Console) -> None:
         "data": run.clips.source,
         "trained": json.dumps(
             {"steps": history.step, "seconds": round(history.seconds), "seed": run.seed, "device": _device(run.device),
-             "held_out_loss": history.held_out[-1]["loss"]}
+             "held_out_loss": history.held_out[-1]["loss"], "before": run.before}
         ),
         "sampling": json.dumps(
             {"steps": recipe.sampling_steps, "guidance": recipe.guidance, "shift": recipe.shift}
@@ -261,6 +274,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of this run")
     parser.add_argument("--minutes", type=float, help="stop and save after so long, saved time of the run included")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--start", type=Path, metavar="WEIGHTS", help="begin with these, not with random ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=60, metavar="SECONDS")
     parser.add_argument("--compile", action="store_true", help="compile the blocks: faster steps after a minute")
@@ -280,6 +294,8 @@ def main() -> None:
     console, device = Console(), torch.device(options.device)
     clips = read_clips(options.data, device)
     run = Run(options.recipe, clips, Limits(options.steps, options.minutes), options.seed, device)
+    if options.start is not None:
+        run.start_from(options.start)
     options.out.mkdir(parents=True, exist_ok=True)
     if (options.out / "checkpoint.pt").is_file():
         run.resume(options.out / "checkpoint.pt")

@@ -20,11 +20,15 @@ Bytes = NDArray[np.uint8]
 
 
 def contact_sheet(pairs: Sequence[Pair], path: Path) -> None:
-    """For each seed a row of dense frames, one of sparse frames, and one of their differences, four times as strong."""
+    """For each seed a row of dense frames, one of sparse frames, and one of their differences, four times as strong.
+
+    Seeds of single images stand side by side, others below each other.
+    """
     from PIL import Image
 
-    rows = []
+    seeds = []
     for pair in pairs:
+        rows = []
         shown = shown_frames(len(pair.dense))
         apart = np.abs(pair.dense - pair.sparse)
         decibels = "equal" if pair.psnr is None else f"{pair.psnr:.1f} dB"
@@ -34,7 +38,10 @@ def contact_sheet(pairs: Sequence[Pair], path: Path) -> None:
             ("4 x difference", apart * 4),
         ):
             rows.append(_labelled(f"seed {pair.seed}, {name}", np.concatenate(list(as_bytes(frames)[shown]), axis=1)))
-    Image.fromarray(_stacked(rows)).save(path)
+        seeds.append(_stacked(rows))
+    columns = SHOWN_FRAMES if len(pairs[0].dense) == 1 else 1
+    sheet = [np.concatenate(seeds[first : first + columns], axis=1) for first in range(0, len(seeds), columns)]
+    Image.fromarray(_stacked(sheet)).save(path)
 
 
 def shown_frames(count: int) -> NDArray[np.int64]:

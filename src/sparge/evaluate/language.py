@@ -23,7 +23,7 @@ from sparge.profile import Profile
 from sparge.tuning.journal import Journal, digest
 
 STRETCH = 256  # tokens whose losses are averaged: the points of the curve by position, and the pairs of the statistics
-LOGITS_AT_ONCE = 256  # rows of the vocabulary projection held in memory
+LOGITS_AT_ONCE = {"cpu": 256, "cuda": 4096}  # rows of the vocabulary projection held in memory
 WARM_UP_TOKENS = 2304  # on a CPU: enough for sparge not to leave the call to torch
 
 OnStep = Callable[[str, int], None]  # what was done, tokens read
@@ -134,9 +134,8 @@ def _check(model: Any, cases: Sequence[Case], variants: Sequence[Variant]) -> No
 
 
 def _warm_up(model: Any, cases: Sequence[Case], variants: Sequence[Variant], step: OnStep) -> None:
-    """Kernels are compiled and memory is fetched outside the times: on a GPU kernels depend on the length."""
-    for length in sorted({len(case.ids) for case in cases}):
-        ids = next(case.ids for case in cases if len(case.ids) == length)
+    """Kernels are compiled and memory is fetched outside the times: on a GPU kernels depend on the length, roughly."""
+    for ids in {len(case.ids) // STRETCH: case.ids for case in cases}.values():
         for variant in (None, *variants):
             step("warming up", 0)
             _read(model, ids if model.device.type == "cuda" else ids[:WARM_UP_TOKENS], variant)
@@ -231,8 +230,9 @@ def _judge_losses(model: Any, case: Case, passes: dict[str, Pass]) -> dict[str, 
     losses: dict[str, list[Tensor]] = {way: [] for way in passes}
     divergences: dict[str, list[Tensor]] = {way: [] for way in passes}
     same: dict[str, list[Tensor]] = {way: [] for way in passes}
-    for start in range(0, len(wanted), LOGITS_AT_ONCE):
-        rows = slice(start, min(start + LOGITS_AT_ONCE, len(wanted)))
+    at_once = LOGITS_AT_ONCE.get(wanted.device.type, LOGITS_AT_ONCE["cpu"])
+    for start in range(0, len(wanted), at_once):
+        rows = slice(start, min(start + at_once, len(wanted)))
         dense = _logits(model, passes[DENSE].output[rows]).log_softmax(-1)
         for way, one in passes.items():
             other = dense if way == DENSE else _logits(model, one.output[rows]).log_softmax(-1)
