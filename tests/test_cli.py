@@ -143,8 +143,7 @@ def test_debug_shows_where_it_comes_from(monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("sparge re", ["report"]), ("sparge bench --grid q", ["quick"]), ("sparge tune x --rule c", ["cdf"]),
-     ("sparge eval --task n", ["needle"])],
+    [("sparge re", ["report"]), ("sparge bench --grid q", ["quick"]), ("sparge eval --task n", ["needle"])],
 )  # fmt: skip
 def test_the_shell_completes(typed: str, offered: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = {"_SPARGE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}

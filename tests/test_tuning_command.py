@@ -40,7 +40,7 @@ def letters(text: str) -> dict[str, list[int]]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model with random weights in place of SmolLM2."""
     model = tiny_llama()
-    monkeypatch.setattr(command, "_load", lambda folder: ("tiny", model, letters))
+    monkeypatch.setattr(command, "_load", lambda path, dtype: ("tiny", model, letters))
     return model
 
 
@@ -65,7 +65,7 @@ def test_tune_writes_a_profile_and_profile_shows_it(tiny: Any, tmp_path: Path) -
 
 def test_tune_as_json(tiny: Any, tmp_path: Path) -> None:
     path = tmp_path / "tiny.safetensors"
-    result = tuned(path, "--json", "--spend", "head", "--rule", "cdf", "--l1", "0.1", "--l2", "0.2")
+    result = tuned(path, "--json", "--spend", "head", "--config", "rule=cdf", "--l1", "0.1", "--l2", "0.2")
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["metrics"]["l2"] == 0.2
@@ -108,7 +108,9 @@ def test_ctrl_c_keeps_what_was_measured(tiny: Any, tmp_path: Path, monkeypatch: 
         (["--l1", "2"], "l1"),
         (["--l1", "0.1", "--l2", "0.05"], "more than l1"),
         (["--spend", "nowhere"], "spend"),
-        (["--rule", "random"], "rule"),
+        (["--config", "rule=random"], "rule"),
+        (["--device", "tpu"], "--device"),
+        (["--dtype", "int8"], "--dtype"),
         (["--text", "no such file"], "no such file"),
         (["--tokens", "1024", "--inputs", "1000"], "windows"),
         (["--tokens", "2048"], "at most 1024"),

@@ -19,7 +19,6 @@ from rich.table import Table
 from sparge import __version__
 from sparge.backends import BACKENDS
 from sparge.bench.cases import GRIDS
-from sparge.config import RULES, SparseConfig
 from sparge.evaluate.cli import eval_language, eval_vision
 from sparge.latency.cli import bench_models
 from sparge.report.cli import report
@@ -244,12 +243,10 @@ def tune(
         str,
         typer.Option(help="model: one error budget for all heads. head: the bound for every head, as in the paper."),
     ] = "model",
-    rule: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="threshold, gap, cdf or topk; repeatable.", autocompletion=starting_with(RULES)
-        ),
-    ] = None,
+    config: Annotated[
+        str,
+        typer.Option(metavar="SETTINGS", help="What is tuned, as in rule=cdf or rule=threshold+gap+probe,sinks=2."),
+    ] = "default",
     tokens: Annotated[int, typer.Option(min=128, help="Length of each input.")] = 8192,
     inputs: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs.")] = 5,
     text: Annotated[
@@ -259,6 +256,10 @@ def tune(
     model: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="A folder of transformers, or a Llama's GGUF file. Default: SmolLM2-135M."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: that of the model's file.")
     ] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
@@ -274,18 +275,21 @@ def tune(
 
       sparge tune smollm2.safetensors --l1 0.03 --l2 0.035 --text novel.txt
 
-      sparge tune paper.safetensors --spend head --rule cdf --tokens 4096
+      sparge tune paper.safetensors --spend head --config rule=cdf --tokens 4096
 
       sparge profile smollm2.safetensors
     """
     needed = ("transformers",) if model is not None and model.suffix != ".gguf" else ("transformers", "gguf")
     if any(importlib.util.find_spec(name) is None for name in needed):
         sys.exit("sparge tune needs transformers, and gguf for GGUF files and SmolLM2: pip install 'sparge[demo]'.")
+    from sparge.evaluate.settings import parse_config, parse_device, parse_dtype
     from sparge.tuning.command import Request, run_tune
 
     try:
-        config = SparseConfig(rule=tuple(rule)) if rule else SparseConfig()
-        request = Request(file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, config)
+        request = Request(
+            file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, parse_config(config), parse_device(device),
+            parse_dtype(dtype),
+        )  # fmt: skip
         outcome = run_tune(request, as_json)
     except (RuntimeError, OSError, ValueError) as error:
         sys.exit(f"sparge tune: {error}")

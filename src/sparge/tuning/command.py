@@ -24,7 +24,7 @@ class Request:
     """What to tune, on what, and where to."""
 
     out: Path
-    model: Path | None  # a folder of transformers; None: SmolLM2
+    model: Path | None  # a folder of transformers, or a GGUF file; None: SmolLM2
     texts: tuple[Path, ...]  # none: Python's own reference prose
     tokens: int
     inputs: int
@@ -32,6 +32,8 @@ class Request:
     l2: float | None
     spend: str
     config: SparseConfig
+    device: torch.device
+    dtype: torch.dtype | None  # None: that of the file
 
     @property
     def journal(self) -> Path:
@@ -47,11 +49,13 @@ def run_tune(request: Request, as_json: bool) -> int:
     try:
         with progress_on(console) as progress:
             task = progress.add_task("loading the model", total=None)
-            name, model, tokenizer = _load(request.model)
+            name, model, tokenizer = _load(request.model, request.dtype)
+            model.to(request.device)
             longest = getattr(model.config, "max_position_embeddings", request.tokens)
             if request.tokens > longest:
                 raise ValueError(f"{name} reads at most {longest} tokens, not {request.tokens}; see --tokens.")
-            inputs = cut_windows([_ids(tokenizer, text) for text in texts], request.tokens, request.inputs)
+            windows = cut_windows([_ids(tokenizer, text) for text in texts], request.tokens, request.inputs)
+            inputs = [window.to(request.device) for window in windows]
             passes = 2 if request.l2 is None else 3
             progress.update(task, total=model.config.num_hidden_layers * passes * len(inputs), description="starting")
 
@@ -122,8 +126,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _load(folder: Path | None) -> tuple[str, Any, Any]:
+def _load(path: Path | None, dtype: torch.dtype | None) -> tuple[str, Any, Any]:
     from sparge.evaluate.models import load_model
 
-    loaded = load_model(folder)
+    loaded = load_model(path, dtype)
     return loaded.name, loaded.model, loaded.tokenizer
