@@ -29,6 +29,19 @@ def test_a_profile_tuned_on_the_model_fits_it(name: str) -> None:
     assert not torch.allclose(output(model, **one.inputs), want, atol=1e-4)
 
 
+def test_layers_are_judged_by_the_models_output() -> None:
+    one = SMALL["hunyuan"]
+    model = one.built()
+    small = sparge.SparseConfig(block=(64, 32), sinks=0, quantization="none", threshold=0.1, gap=1.0)
+    profile = sparge.tune(model, [one.inputs], spend="prediction", config=small, divergence=0.01, groups=2)
+    assert profile.metrics["divergence"] <= 0.01
+    assert profile.executed < 1
+    want = output(model, **one.inputs)
+    sparge.patch(model, profile=profile)
+    got = output(model, **one.inputs)
+    assert 0 < float((got - want).square().sum() / want.square().sum()) < 0.02  # text is protected on top
+
+
 def test_wrong_arguments() -> None:
     one = SMALL["wan"]
     model = one.built()

@@ -30,6 +30,7 @@ from sparge.evaluate.tasks import (
     tracking_cases,
 )
 from sparge.evaluate.texts import BUILT_IN, Encoder, Text, read_texts, windows
+from sparge.integrations.transformers.predictions import logits_of
 from sparge.tuning.journal import JournalError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +129,7 @@ def test_logits_are_those_of_the_model_whatever_it_does_to_them() -> None:
     with torch.no_grad():
         ids = tokens()[:1]
         hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]
-        got, want = language._logits(model, hidden), model(ids, use_cache=False).logits[0]
+        got, want = logits_of(model, hidden), model(ids, use_cache=False).logits[0]
     assert want.abs().max() <= 0.5
     torch.testing.assert_close(got, want)
 

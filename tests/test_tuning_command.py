@@ -12,7 +12,7 @@ import torch
 from problems import refused
 from typer.testing import CliRunner
 
-from sparge import Profile
+from sparge import Profile, SparseConfig, patch, tune
 from sparge.cli import app
 from sparge.tuning import command
 from sparge.tuning.command import cut_windows
@@ -76,6 +76,29 @@ def test_tune_as_json(tiny: Any, tmp_path: Path) -> None:
     assert shown == {key: facts[key] for key in shown}
 
 
+def test_tune_by_what_the_model_predicts(tiny: Any, tmp_path: Path) -> None:
+    settings = "gap=0.01,threshold=0.3,sinks=0,quantization=none"
+    path = tmp_path / "tiny.safetensors"
+    result = tuned(path, "--json", "--spend", "prediction", "--groups", "2", "--config", settings)
+    assert result.exit_code == 0, result.output
+    metrics = json.loads(result.stdout)["metrics"]
+    assert 0 < metrics["divergence"] <= metrics["allowed"]
+    assert metrics["executed"] < 1
+    assert tiny.config._attn_implementation == "sdpa"  # as it was
+
+
+def test_divergence_is_that_of_the_predictions(tiny: Any) -> None:
+    ids = torch.randint(0, 64, (2, 384), generator=torch.Generator().manual_seed(0))
+    config = SparseConfig(gap=0.01, threshold=0.3, sinks=0, quantization="none")
+    found = tune(tiny, [ids], spend="prediction", config=config, groups=1, share=1.0)
+    with torch.no_grad():
+        dense = tiny(ids).logits.log_softmax(-1)
+        with patch(tiny, config):
+            other = tiny(ids).logits.log_softmax(-1)
+    kl = (dense.exp() * (dense - other)).sum(-1).mean()
+    assert found.metrics["allowed"] == pytest.approx(float(kl), rel=0.01)
+
+
 def test_ctrl_c_keeps_what_was_measured(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.safetensors"
     real, steps = command.tune, []
@@ -111,6 +134,8 @@ def test_ctrl_c_keeps_what_was_measured(tiny: Any, tmp_path: Path, monkeypatch: 
         (["--config", "rule=random"], "rule"),
         (["--device", "tpu"], "--device"),
         (["--dtype", "int8"], "--dtype"),
+        (["--spend", "prediction", "--l1", "0.1"], "divergence instead"),
+        (["--groups", "3"], "spend='prediction'"),
         (["--text", "no such file"], "no such file"),
         (["--tokens", "1024", "--inputs", "1000"], "windows"),
         (["--tokens", "2048"], "at most 1024"),

@@ -235,14 +235,26 @@ def ablate(
 @app.command()
 def tune(
     file: Annotated[Path, typer.Argument(help="The profile to write.")],
-    l1: Annotated[float, typer.Option("--l1", help="Bound on the relative L1 of each head's output.")] = 0.02,
+    l1: Annotated[
+        float | None, typer.Option("--l1", help="Bound on the relative L1 of each head's output. Default: 0.02.")
+    ] = None,
     l2: Annotated[
         float | None, typer.Option("--l2", help="The same with the second stage, which it switches on.")
     ] = None,
     spend: Annotated[
         str,
-        typer.Option(help="model: one error budget for all heads. head: the bound for every head, as in the paper."),
+        typer.Option(
+            help="model: one error budget for all heads. head: the bound for every head, as in the paper. prediction: "
+            "groups of layers, judged by what the model predicts."
+        ),
     ] = "model",
+    divergence: Annotated[
+        float | None,
+        typer.Option(
+            help="prediction: nats a token that may be lost. Default: as many as SETTINGS lose by themselves."
+        ),
+    ] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="prediction: groups of layers. Default: 10.")] = None,
     config: Annotated[
         str,
         typer.Option(metavar="SETTINGS", help="What is tuned, as in rule=cdf or rule=threshold+gap+probe,sinks=2."),
@@ -277,6 +289,8 @@ def tune(
 
       sparge tune paper.safetensors --spend head --config rule=cdf --tokens 4096
 
+      sparge tune mine.safetensors --spend prediction --config rule=threshold+gap+probe
+
       sparge profile smollm2.safetensors
     """
     needed = ("transformers",) if model is not None and model.suffix != ".gguf" else ("transformers", "gguf")
@@ -287,8 +301,8 @@ def tune(
 
     try:
         request = Request(
-            file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, parse_config(config), parse_device(device),
-            parse_dtype(dtype),
+            file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, divergence, groups, parse_config(config),
+            parse_device(device), parse_dtype(dtype),
         )  # fmt: skip
         outcome = run_tune(request, as_json)
     except (RuntimeError, OSError, ValueError) as error:

@@ -18,12 +18,12 @@ from sparge.config import SparseConfig
 from sparge.evaluate.results import DENSE, CaseResult, LanguageResults, Reading
 from sparge.evaluate.tasks import GREEDY, PPL, Case
 from sparge.integrations.patch import patch
+from sparge.integrations.transformers.predictions import divergence, logits_of, stretches
 from sparge.observe import Observed, observed
 from sparge.profile import Profile
 from sparge.tuning.journal import Journal, digest
 
 STRETCH = 256  # tokens whose losses are averaged: the points of the curve by position, and the pairs of the statistics
-LOGITS_AT_ONCE = {"cpu": 256, "cuda": 4096}  # rows of the vocabulary projection held in memory
 WARM_UP_TOKENS = 2304  # on a CPU: enough for sparge not to leave the call to torch
 
 OnStep = Callable[[str, int], None]  # what was done, tokens read
@@ -203,24 +203,6 @@ def _passed(output: Tensor, seconds: float, seen: Observed) -> Pass:
     return Pass(output, seconds, seen.executed, seen.visible, dict(seen.backends))
 
 
-def _logits(model: Any, hidden: Tensor) -> Tensor:
-    """What the model makes of hidden states [rows, width], with all that it does to logits (caps, scales).
-
-    The model reads one token, and its hidden states are exchanged for these.
-    """
-
-    def exchange(module: Any, arguments: Any, output: Any) -> Any:
-        output.last_hidden_state = hidden[None]
-        return output
-
-    handle = model.base_model.register_forward_hook(exchange)
-    try:
-        logits: Tensor = model(torch.zeros(1, 1, dtype=torch.long, device=hidden.device), use_cache=False).logits
-    finally:
-        handle.remove()
-    return logits[0].float()
-
-
 # ---- judging what it predicts
 
 
@@ -230,14 +212,12 @@ def _judge_losses(model: Any, case: Case, passes: dict[str, Pass]) -> dict[str, 
     losses: dict[str, list[Tensor]] = {way: [] for way in passes}
     divergences: dict[str, list[Tensor]] = {way: [] for way in passes}
     same: dict[str, list[Tensor]] = {way: [] for way in passes}
-    at_once = LOGITS_AT_ONCE.get(wanted.device.type, LOGITS_AT_ONCE["cpu"])
-    for start in range(0, len(wanted), at_once):
-        rows = slice(start, min(start + at_once, len(wanted)))
-        dense = _logits(model, passes[DENSE].output[rows]).log_softmax(-1)
+    for rows in stretches(len(wanted), wanted.device):
+        dense = logits_of(model, passes[DENSE].output[rows]).log_softmax(-1)
         for way, one in passes.items():
-            other = dense if way == DENSE else _logits(model, one.output[rows]).log_softmax(-1)
+            other = dense if way == DENSE else logits_of(model, one.output[rows]).log_softmax(-1)
             losses[way].append(-other.gather(1, wanted[rows, None])[:, 0])
-            divergences[way].append((dense.exp() * (dense - other)).sum(-1))
+            divergences[way].append(divergence(dense, other))
             same[way].append(dense.argmax(-1) == other.argmax(-1))
     for way in passes:
         if not bool(torch.cat(losses[way]).isfinite().all()):
@@ -257,7 +237,7 @@ def _judge_answers(model: Any, case: Case, hidden: Tensor) -> dict[str, Any]:
     """The share of answers all of whose tokens are the most likely ones, the tokens before them given."""
     first, last = case.answers[0][0], case.answers[-1][1]
     wanted = torch.tensor(case.ids[first:last], device=hidden.device)
-    right = _logits(model, hidden[first - 1 : last - 1]).argmax(-1) == wanted
+    right = logits_of(model, hidden[first - 1 : last - 1]).argmax(-1) == wanted
     found = [bool(right[start - first : stop - first].all()) for start, stop in case.answers]
     return {"score": sum(found) / len(found)}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparge.config import SparseConfig
 from sparge.profile import Profile
 from sparge.progress import INTERRUPTED, progress_on
+from sparge.tuning.prediction import steps_of
 from sparge.tuning.search import tune
 
 
@@ -28,9 +29,11 @@ class Request:
     texts: tuple[Path, ...]  # none: Python's own reference prose
     tokens: int
     inputs: int
-    l1: float
+    l1: float | None
     l2: float | None
     spend: str
+    divergence: float | None
+    groups: int | None
     config: SparseConfig
     device: torch.device
     dtype: torch.dtype | None  # None: that of the file
@@ -56,15 +59,17 @@ def run_tune(request: Request, as_json: bool) -> int:
                 raise ValueError(f"{name} reads at most {longest} tokens, not {request.tokens}; see --tokens.")
             windows = cut_windows([_ids(tokenizer, text) for text in texts], request.tokens, request.inputs)
             inputs = [window.to(request.device) for window in windows]
-            passes = 2 if request.l2 is None else 3
-            progress.update(task, total=model.config.num_hidden_layers * passes * len(inputs), description="starting")
+            by_input = request.spend == "prediction"  # else layers are counted
+            layers, passes = model.config.num_hidden_layers, 2 if request.l2 is None else 3
+            steps = steps_of(layers, request.groups) if by_input else passes * layers
+            progress.update(task, total=steps * len(inputs), description="starting")
 
             def on_step(stage: str, layer: str) -> None:
-                progress.update(task, description=stage, advance=1 if layer else 0)
+                progress.update(task, description=stage, advance=1 if by_input != bool(layer) else 0)
 
             profile = tune(
-                model, inputs, l1=request.l1, l2=request.l2, spend=request.spend, config=request.config, name=name,
-                journal=request.journal, on_step=on_step,
+                model, inputs, l1=request.l1, l2=request.l2, spend=request.spend, divergence=request.divergence,
+                groups=request.groups, config=request.config, name=name, journal=request.journal, on_step=on_step,
             )  # fmt: skip
     except KeyboardInterrupt:
         kept = f"what was measured is kept in {request.journal}" if request.journal.exists() else "nothing was measured"

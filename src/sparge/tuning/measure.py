@@ -50,10 +50,16 @@ class Measurement:
 
 def exact_output(inputs: Inputs) -> Tensor:
     """Attention with everything kept, unquantised."""
-    choice = choose(inputs, EXACT)
+    return sparse_output(inputs, EXACT)[0]
+
+
+def sparse_output(inputs: Inputs, config: SparseConfig) -> tuple[Tensor, BlockMask]:
+    """Attention, and the blocks that it kept; however short a call is, it is not left to dense attention."""
+    choice = choose(inputs, config, own_mask=True)
     backend, config = choice.backend, choice.config
     blocks = backend.summarize(inputs, config)
-    return backend.attend(blocks, backend.select(blocks, config), config).values
+    mask = backend.select(blocks, config)
+    return backend.attend(blocks, mask, config).values, mask
 
 
 def measure(inputs: Inputs, exact: Tensor, candidates: Sequence[SparseConfig], share: float, seed: int) -> Measurement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +18,17 @@ from sparge.config import SparseConfig
 from sparge.inputs import prepare_inputs, restore
 from sparge.profile import LayerProfile, Profile, check_name
 from sparge.tuning.choose import within_bound, within_budget
+from sparge.tuning.job import OnStep, Search, versions
 from sparge.tuning.journal import Journal, digest, pack, unpack
 from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, settings_at, with_settings
 from sparge.tuning.measure import Measurement, exact_output, measure
-from sparge.tuning.subjects import Loss, Subject, sensitivity, subject_of
+from sparge.tuning.prediction import search_by_prediction
+from sparge.tuning.subjects import Loss, sensitivity, subject_of
 
-SPENDS = ("model", "head")
+SPENDS = ("model", "head", "prediction")
+L1 = 0.02  # unless told otherwise
 Settings = dict[str, Any]
 Plan = Callable[[str, int], list[Settings]]  # (layer, heads) -> the settings to try, each a vector per head
-OnStep = Callable[[str, str], None]  # (stage, layer or "")
 
 
 @dataclass(frozen=True)
@@ -36,26 +39,15 @@ class Layer:
     measured: Measurement
 
 
-@dataclass(frozen=True)
-class Search:
-    """One search: what it runs, on what, and how it measures."""
-
-    subject: Subject
-    inputs: list[Any]
-    base: SparseConfig
-    share: float
-    seed: int
-    journal: Journal
-    on_step: OnStep
-
-
 def tune(
     model: Any,
     inputs: Sequence[Any],
     *,
-    l1: float = 0.02,
+    l1: float | None = None,
     l2: float | None = None,
     spend: str = "model",
+    divergence: float | None = None,
+    groups: int | None = None,
     config: SparseConfig | None = None,
     loss: Loss | None = None,
     name: str | None = None,
@@ -71,30 +63,38 @@ def tune(
              is_causal=..., ...), which takes the arguments of sparge.attention and returns exact attention
     inputs   a handful, each as long as those to come; for a model of transformers token ids [batch, tokens], for one of
              diffusers the arguments of its forward, as a dict
-    l1       bound on the relative L1 of each head's output, over all inputs; l2 (more than l1) is that with the
+    l1       bound on the relative L1 of each head's output, over all inputs (0.02); l2 (more than l1) is that with the
              second stage, pv_threshold, which is left as it is without l2
     spend    "head": every head may err by l1, as in the paper. "model": the squared error that these settings add up
              to is one budget for the model, spent where it saves most blocks. Heads are weighted by the gradient of
-             the loss where one is known (models of transformers, or `loss`), else by the size of the layer's output
+             the loss where one is known (models of transformers, or `loss`), else by the size of the layer's output.
+             "prediction": groups of neighbouring layers are made stricter or gentler, each alone, and judged by the
+             model's own output: the Kullback-Leibler divergence of a language model's predictions in nats a token, the
+             relative squared error of others' outputs; a function must return its output for that. No l1, no l2
+    divergence, groups  of "prediction": what all layers together may do to the output (no more than `config` itself
+             does), and how many groups there are (10)
     config   what is tuned: its rules' settings are the starting point, everything else stays as it is
     loss     loss(item, attend) -> scalar, for a function
-    share    of query blocks on which errors are measured; blocks are counted on all
+    share    of query blocks, or of tokens for "prediction", on which errors are measured; blocks are counted on all
     journal  file that keeps what was measured: the same search goes on from it
     on_step  called as on_step(stage, layer) whenever a layer has been measured
 
-    One layer's Q, K and V of one input are in memory at a time. The model runs on each input two or three times, and
-    only settings that were measured are returned.
+    One layer's Q, K and V of one input are in memory at a time. The model runs on each input two or three times
+    ("prediction": seven times a group, and a few times more), and only settings that were measured are returned.
     """
     base = _checked(l1, l2, spend, config, share, inputs)
+    _check_prediction(spend, l1 if l2 is None else l2, divergence, groups)
     subject = subject_of(model, name, loss)
     try:
         job = {
             "model": subject.name, "inputs": digest(inputs), "config": base.encoded, "share": share, "seed": seed,
-            "versions": _versions(),
+            "versions": versions(),
         }  # fmt: skip
         place = None if journal is None else Path(journal)
         search = Search(subject, list(inputs), base, share, seed, Journal(place, job), on_step or (lambda *_: None))
-        return _search(search, l1, l2, spend == "model")
+        if spend == "prediction":
+            return search_by_prediction(search, divergence, groups)
+        return _search(search, L1 if l1 is None else l1, l2, spend == "model")
     finally:
         subject.close()
 
@@ -282,17 +282,25 @@ def _profile(search: Search, layers: dict[str, Layer], chosen: dict[str, Tensor]
     count = sum(float(layer.measured.visible.sum()) for layer in layers.values())
     done = sum(float(layers[name].measured.executed.gather(0, chosen[name][None]).sum()) for name in layers)
     metrics = {**bounds, "executed": done / max(1.0, count), "inputs": float(len(search.inputs)), "share": search.share}
-    return Profile(search.subject.name, search.base, made, metrics, _versions())
+    return Profile(search.subject.name, search.base, made, metrics, versions())
 
 
-def _versions() -> dict[str, str]:
-    from sparge import __version__
-
-    return {"sparge": __version__, "torch": torch.__version__}
+def _check_prediction(spend: str, bound: float | None, divergence: float | None, groups: int | None) -> None:
+    if spend == "prediction" and bound is not None:
+        raise ValueError("l1 and l2 bound the errors of heads; spend='prediction' takes divergence instead.")
+    for name, value in (("divergence", divergence), ("groups", groups)):
+        if value is not None and spend != "prediction":
+            raise ValueError(f"{name} is for spend='prediction', not {spend!r}.")
+    if divergence is not None and (isinstance(divergence, bool) or not isinstance(divergence, (int, float))):
+        raise TypeError(f"divergence must be a number, not {divergence!r}.")
+    if divergence is not None and not 0 < divergence < math.inf:
+        raise ValueError(f"divergence must lie above 0, not {divergence!r}.")
+    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+        raise ValueError(f"groups must be a number of groups of layers, 1 or more, not {groups!r}.")
 
 
 def _checked(
-    l1: float, l2: float | None, spend: str, config: SparseConfig | None, share: float, inputs: Sequence[Any]
+    l1: float | None, l2: float | None, spend: str, config: SparseConfig | None, share: float, inputs: Sequence[Any]
 ) -> SparseConfig:
     for name, bound in (("l1", l1), ("l2", l2), ("share", share)):
         if isinstance(bound, bool) or not isinstance(bound, (int, float, type(None))):
@@ -300,8 +308,9 @@ def _checked(
     for name, bound in (("l1", l1), ("l2", l2)):
         if bound is not None and not 0 < bound < 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {bound!r}.")
-    if l2 is not None and l2 <= l1:
-        raise ValueError(f"l2={l2} must be more than l1={l1}: it is the error of both stages together.")
+    first = L1 if l1 is None else l1
+    if l2 is not None and l2 <= first:
+        raise ValueError(f"l2={l2} must be more than l1={first}: it is the error of both stages together.")
     if spend not in SPENDS:
         raise ValueError(f"spend must be one of {SPENDS}, not {spend!r}.")
     if not 0 < share <= 1:

@@ -16,6 +16,7 @@ from sparge.integrations.diffusers.layers import attention_layers
 from sparge.integrations.diffusers.steps import Steps
 from sparge.integrations.layers import SPARSE
 from sparge.integrations.transformers.interface import ImplementationSwitch, register_attention
+from sparge.integrations.transformers.predictions import divergence, logits_of, stretches
 from sparge.visibility import Visibility
 
 Attend = Callable[..., Tensor]  # attend(layer name, query, key, value, **arguments of sparge.attention) -> output
@@ -31,6 +32,12 @@ class Subject(Protocol):
 
     def run(self, item: Any, attend: Attend) -> None:
         """One input through the model, every attention layer computed by `attend`."""
+
+    def predict(self, item: Any, attend: Attend) -> Tensor:
+        """The same, and what the model makes of the input."""
+
+    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+        """How far a prediction lies from the dense model's; of much output, on this share of it."""
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -66,6 +73,18 @@ class FunctionSubject:
     def run(self, item: Any, attend: Attend) -> None:
         self.function(item, attend)
 
+    def predict(self, item: Any, attend: Attend) -> Tensor:
+        output = self.function(item, attend)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                "spend='prediction' compares what the model makes of an input: run(item, attend) must return it as a "
+                f"tensor, not {type(output).__name__}."
+            )
+        return output
+
+    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+        return relative_square(dense, other)
+
     def close(self) -> None:
         pass
 
@@ -83,9 +102,28 @@ class TransformersSubject:
         self.switch: ImplementationSwitch | None = ImplementationSwitch(model, "sparge_tune")
 
     def run(self, item: Any, attend: Attend) -> None:
+        self.predict(item, attend)
+
+    def predict(self, item: Any, attend: Attend) -> Tensor:
+        """The last hidden states, [batch * tokens, width]."""
         _check_ids(item)
         with self._using(attend):
-            self.model.base_model(item, use_cache=False)
+            hidden: Tensor = self.model.base_model(item, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1)
+
+    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+        """Mean Kullback-Leibler divergence of the next token's distribution, in nats."""
+        rows = torch.arange(0, len(dense), max(1, round(1 / share)), device=dense.device)
+        total = 0.0
+
+        def attend(_: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+            return differentiable_attention(query, key, value, **arguments)  # of the one token that is exchanged
+
+        with self._using(attend):
+            for some in stretches(len(rows), rows.device):
+                both = (logits_of(self.model, hidden[rows[some]]).log_softmax(-1) for hidden in (dense, other))
+                total += float(divergence(*both).double().sum())
+        return max(0.0, total / len(rows))
 
     def close(self) -> None:
         assert self.switch is not None
@@ -140,14 +178,21 @@ class DiffusersSubject:
         self.hooks = install(model, taken, Steps(0), self._attend)
 
     def run(self, item: Any, attend: Attend) -> None:
+        self.predict(item, attend)
+
+    def predict(self, item: Any, attend: Attend) -> Tensor:
         if not isinstance(item, Mapping):
             raise TypeError("an input of a model of diffusers must be a dict: the arguments of its forward by name.")
         self.attend = attend
         try:
             with torch.no_grad():
-                self.model(**item)
+                output: Tensor = self.model(**{**item, "return_dict": False})[0]
         finally:
             self.attend = None
+        return output
+
+    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+        return relative_square(dense, other)
 
     def close(self) -> None:
         self.hooks.restore()
@@ -158,6 +203,12 @@ class DiffusersSubject:
         assert self.attend is not None
         more.pop("config")  # whose settings are being searched
         return self.attend(layer, query, key, value, attn_mask=mask, **more)
+
+
+def relative_square(dense: Tensor, other: Tensor) -> float:
+    """The squared difference, in shares of the squared output."""
+    size = dense.double().square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return float((other.double() - dense.double()).square().sum() / size)
 
 
 def _check_ids(item: Any) -> None:

@@ -1,0 +1,156 @@
+"""Tuning judged by the model's output: the budget is kept, less is computed, stopped searches go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problems import EXACT, refused, tensors
+from torch import Tensor
+
+from sparge import Profile, SparseConfig, attention, predict_mask, tune
+from sparge.tuning.journal import JournalError
+from sparge.tuning.prediction import RUNGS, steps_of
+
+GIVEN = SparseConfig(threshold=0.02, gap=3.0)
+LAYERS = [f"layers.{layer}" for layer in range(4)]
+SIZES = (1.0, 1.0, 10.0, 1.0)
+INPUTS = [0, 1]
+
+
+def layer_inputs(item: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensors(10 * item + layer, heads=3, q_len=640, contrast=6.0)
+    return q, k, v * SIZES[layer]
+
+
+def chain(item: int, attend: Any) -> Tensor:
+    """Outputs of four layers, added up; the third one's is ten times as large, and with it what an error there does."""
+    outputs = [attend(name, *layer_inputs(item, layer), is_causal=True) for layer, name in enumerate(LAYERS)]
+    return torch.stack(outputs).sum(0)
+
+
+def with_configs(config_for: Callable[[str], SparseConfig]) -> Callable[..., Tensor]:
+    """Left to "auto", calls as short as these would be dense."""
+    return lambda layer, *qkv, **more: attention(*qkv, config=replace(config_for(layer), quantization="none"), **more)
+
+
+def moved(config_for: Callable[[str], SparseConfig]) -> float:
+    """The relative squared error of the chain's output, mean over the inputs."""
+    total = 0.0
+    for item in INPUTS:
+        want = chain(item, with_configs(lambda _: EXACT)).double()
+        off = chain(item, with_configs(config_for)).double() - want
+        total += float(off.square().sum() / want.square().sum()) / len(INPUTS)
+    return total
+
+
+def executed_as_given() -> float:
+    masks = [
+        predict_mask(*layer_inputs(item, layer)[:2], is_causal=True, config=GIVEN)
+        for item in INPUTS
+        for layer in range(len(LAYERS))
+    ]
+    return sum(int(mask.kept_per_head.sum()) for mask in masks) / sum(
+        int(mask.visible_per_head.sum()) for mask in masks
+    )
+
+
+def test_no_more_harm_than_the_config_for_fewer_blocks() -> None:
+    profile = tune(chain, INPUTS, spend="prediction", config=GIVEN)
+    assert profile.metrics["allowed"] == pytest.approx(moved(lambda _: GIVEN), rel=0.01)
+    assert profile.metrics["divergence"] == pytest.approx(moved(profile.config_for), rel=0.01)
+    assert profile.metrics["divergence"] <= profile.metrics["allowed"]
+    assert profile.metrics["executed"] < 0.95 * executed_as_given()
+    gaps = [profile.layers[name].settings["gap"][0] for name in LAYERS]
+    assert gaps[2] > max(gaps[0], gaps[1], gaps[3])  # where an error does most harm
+
+
+def test_shares_and_errors_of_heads_are_those_of_the_settings() -> None:
+    profile = tune(chain, INPUTS, spend="prediction", config=GIVEN)
+    for layer, name in enumerate(LAYERS):
+        off = size = done = seen = torch.zeros(3, dtype=torch.float64)
+        for item in INPUTS:
+            q, k, v = layer_inputs(item, layer)
+            want = attention(q, k, v, is_causal=True, config=EXACT).double()
+            config = replace(profile.config_for(name), quantization="none")
+            got, stats = attention(q, k, v, is_causal=True, config=config, return_stats=True)
+            off, size = off + (got - want).abs().sum((0, 2, 3)), size + want.abs().sum((0, 2, 3))
+            done, seen = done + stats.executed[0], seen + stats.visible[0]
+        assert profile.layers[name].error == pytest.approx((off / size).tolist(), rel=0.01)
+        assert profile.layers[name].executed == pytest.approx((done / seen).tolist())
+
+
+def test_the_budget_decides() -> None:
+    """More harm, fewer blocks; and where nothing sparse is good enough, everything."""
+    budgets = (1e-14, 1e-4, 1e-2, 1e9)
+    found = [tune(chain, [0], spend="prediction", config=GIVEN, divergence=budget).metrics for budget in budgets]
+    executed = [metrics["executed"] for metrics in found]
+    assert executed[0] == 1.0
+    assert executed == sorted(executed, reverse=True)
+    assert executed[1] > executed[2] > executed[3]
+    assert all(metrics["divergence"] <= max(1e-10, budget) for metrics, budget in zip(found, budgets, strict=True))
+
+
+def test_groups_share_their_strictness() -> None:
+    steps: list[str] = []
+    profile = tune(
+        chain, [0], spend="prediction", config=GIVEN, groups=2, on_step=lambda stage, layer: steps.append(stage)
+    )
+    settings = [profile.layers[name].settings["gap"] for name in LAYERS]
+    assert settings[0] == settings[1] != settings[2] == settings[3]
+    assert steps.count("layers.0 to layers.1") == len(RUNGS)
+    runs = [stage for stage in steps if stage != "errors"]
+    assert len(runs) + 1 <= steps_of(len(LAYERS), 2)
+
+
+def test_a_stopped_search_goes_on(tmp_path: Path) -> None:
+    runs = 0
+
+    def counted(item: int, attend: Any) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 9:
+            raise KeyboardInterrupt
+        return chain(item, attend)
+
+    arguments: dict[str, Any] = {"spend": "prediction", "config": GIVEN, "groups": 2, "name": "chain"}
+    journal = tmp_path / "journal"
+    with pytest.raises(KeyboardInterrupt):
+        tune(counted, [0], journal=journal, **arguments)
+    runs = 100
+    resumed = tune(counted, [0], journal=journal, **arguments)
+    saved, runs = runs, 100
+    assert resumed.layers == tune(counted, [0], **arguments).layers
+    assert saved == runs - 7  # the dense run is made again, seven others are not
+    journal.write_text(journal.read_text().replace('"layers.0": [', '"layers.0": [-5, '))
+    with refused(JournalError, "damaged"):
+        tune(chain, [0], journal=journal, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (ValueError, {"l1": 0.02}, "divergence instead"),
+        (ValueError, {"l2": 0.05}, "divergence instead"),
+        (ValueError, {"divergence": 0.0}, "above 0"),
+        (TypeError, {"divergence": "0.1"}, "a number"),
+        (ValueError, {"groups": 0}, "groups"),
+        (ValueError, {"spend": "model", "groups": 3}, "spend='prediction'"),
+        (ValueError, {"spend": "head", "divergence": 0.1}, "spend='prediction'"),
+        (TypeError, {"model": lambda item, attend: None}, "must return it as a tensor"),
+        (ValueError, {"model": lambda item, attend: torch.zeros(1)}, "nothing to tune"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(kind: type[Exception], arguments: dict[str, Any], words: str) -> None:
+    with refused(kind, words):
+        tune(**{"model": chain, "inputs": [0], "spend": "prediction", **arguments})
+
+
+def test_a_profile_is_saved_and_read(tmp_path: Path) -> None:
+    profile = tune(chain, [0], spend="prediction", config=GIVEN, groups=1)
+    profile.save(tmp_path / "chain.safetensors")
+    assert Profile.load(tmp_path / "chain.safetensors").metrics == profile.metrics
