@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 
 from sparge import SparseConfig
-from sparge.backends.triton import launch
+from sparge.backends.triton import launch, plans, sizes
 from sparge.config import RULES
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
@@ -107,6 +107,13 @@ def test_selection_fits_with_every_rule(monkeypatch, arch, dim, subblocks):
 def test_the_probe_compiles_and_fits(monkeypatch, arch, dim):
     (built,) = compile_all(monkeypatch, arch, SparseConfig(rule="probe", quantization="none"), dim, only="probe")
     assert TENSOR_CORE[arch] in built.ptx
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_probe_of_many_rows_compiles_and_fits(monkeypatch, dim):
+    monkeypatch.setattr(plans, "probe_sizes", lambda *known: sizes.probe_sizes(*known[:-1], 1 << 20))
+    (built,) = compile_all(monkeypatch, 90, SparseConfig(rule="probe", quantization="none"), dim, only="probe")
+    assert TENSOR_CORE[90] in built.ptx
 
 
 @pytest.mark.every_format
