@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -57,16 +57,17 @@ def search_by_prediction(search: Search, budget: float | None, groups: int | Non
     dense = _dense_outputs(search)
     try_ = _tryer(search, dense)
     layers = list(dense.heads)
-    given = try_("as given", dict.fromkeys(layers, 0.0))
+    as_given = dict.fromkeys(layers, 0.0)
+    given = try_("as given", as_given)
     allowed = given.divergence if budget is None else budget
     parts = _split(layers, min(groups or MOST_GROUPS, len(layers)))
-    work, damage = _curves(parts, given, try_)
-    chosen, found = _chosen_as_a_whole(parts, work, damage, allowed, try_)
-    if found is None or (given.divergence <= allowed and given.work(layers) <= found.work(layers)):
-        chosen, found = dict.fromkeys(layers, 0.0 if given.divergence <= allowed else EVERYTHING), given
-        if given.divergence > allowed:
-            found = try_("everything kept", chosen)
-    return _profile(search, dense.heads, chosen, allowed, found)
+    found = [(as_given, given), *_tried_as_a_whole(parts, *_curves(parts, given, try_), allowed, try_)]
+    good = [(strictness, outcome) for strictness, outcome in found if outcome.divergence <= allowed]
+    if not good:
+        everything = dict.fromkeys(layers, EVERYTHING)
+        good = [(everything, try_("everything kept", everything))]
+    strictness, outcome = min(good, key=lambda one: one[1].work(layers))
+    return _profile(search, dense.heads, strictness, allowed, outcome)
 
 
 Try = Callable[[str, Strictness], Outcome]
@@ -82,24 +83,20 @@ def _curves(parts: Sequence[Sequence[str]], given: Outcome, try_: Try) -> tuple[
     return torch.tensor(work, dtype=torch.float64).T, torch.tensor(damage, dtype=torch.float64).T
 
 
-def _chosen_as_a_whole(
+def _tried_as_a_whole(
     parts: Sequence[Sequence[str]], work: Tensor, damage: Tensor, allowed: float, try_: Try
-) -> tuple[dict[str, float], Outcome | None]:
-    """The least work that is within the budget when all parts are sparse together."""
-    best: tuple[dict[str, float], Outcome | None] = ({}, None)
+) -> Iterator[tuple[Strictness, Outcome]]:
+    """What the curves promise to be within the budget, all parts sparse together; corrected by what that did."""
     budget = allowed
     for _ in range(1 + CORRECTIONS):
-        rungs = (EVERYTHING, *RUNGS)
         picked = within_budget(work, damage, budget).tolist()
-        strictness = {name: rungs[index] for part, index in zip(parts, picked, strict=True) for name in part}
-        found = try_("together", strictness)
-        fewer = best[1] is None or found.work(strictness) < best[1].work(strictness)
-        if found.divergence <= allowed and fewer:
-            best = (strictness, found)
-        if found.divergence == 0:
-            break
-        budget *= allowed / found.divergence
-    return best
+        steps = [(EVERYTHING, *RUNGS)[index] for index in picked]
+        strictness = {name: step for part, step in zip(parts, steps, strict=True) for name in part}
+        outcome = try_("together", strictness)
+        yield strictness, outcome
+        if outcome.divergence == 0:
+            return
+        budget *= allowed / outcome.divergence
 
 
 def _split(layers: list[str], count: int) -> list[list[str]]:
