@@ -136,6 +136,7 @@ def test_a_stopped_search_goes_on(tmp_path: Path) -> None:
     [
         (ValueError, {"l1": 0.02}, "divergence instead"),
         (ValueError, {"l2": 0.05}, "divergence instead"),
+        (ValueError, {"loss": lambda item, attend: torch.zeros(())}, "divergence instead"),
         (ValueError, {"divergence": 0.0}, "above 0"),
         (TypeError, {"divergence": "0.1"}, "a number"),
         (ValueError, {"groups": 0}, "groups"),

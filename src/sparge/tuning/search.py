@@ -83,7 +83,7 @@ def tune(
     ("prediction": seven times a group, and a few times more), and only settings that were measured are returned.
     """
     base = _checked(l1, l2, spend, config, share, inputs)
-    _check_prediction(spend, l1 if l2 is None else l2, divergence, groups)
+    _check_prediction(spend, {"l1": l1, "l2": l2, "loss": loss}, divergence, groups)
     subject = subject_of(model, name, loss)
     try:
         job = {
@@ -285,9 +285,10 @@ def _profile(search: Search, layers: dict[str, Layer], chosen: dict[str, Tensor]
     return Profile(search.subject.name, search.base, made, metrics, versions())
 
 
-def _check_prediction(spend: str, bound: float | None, divergence: float | None, groups: int | None) -> None:
-    if spend == "prediction" and bound is not None:
-        raise ValueError("l1 and l2 bound the errors of heads; spend='prediction' takes divergence instead.")
+def _check_prediction(spend: str, of_heads: dict[str, Any], divergence: float | None, groups: int | None) -> None:
+    given = [name for name, value in of_heads.items() if value is not None]
+    if spend == "prediction" and given:
+        raise ValueError(f"{given[0]} is for the errors of heads; spend='prediction' takes divergence instead.")
     for name, value in (("divergence", divergence), ("groups", groups)):
         if value is not None and spend != "prediction":
             raise ValueError(f"{name} is for spend='prediction', not {spend!r}.")
