@@ -60,7 +60,7 @@ def executed_as_given() -> float:
 
 
 def test_no_more_harm_than_the_config_for_fewer_blocks() -> None:
-    profile = tune(chain, INPUTS, spend="prediction", config=GIVEN)
+    profile = tune(chain, INPUTS, spend="prediction", config=GIVEN, share=1.0)
     assert profile.metrics["allowed"] == pytest.approx(moved(lambda _: GIVEN), rel=0.01)
     assert profile.metrics["divergence"] == pytest.approx(moved(profile.config_for), rel=0.01)
     assert profile.metrics["divergence"] <= profile.metrics["allowed"]
@@ -93,6 +93,16 @@ def test_the_budget_decides() -> None:
     assert executed == sorted(executed, reverse=True)
     assert executed[1] > executed[2] > executed[3]
     assert all(metrics["divergence"] <= max(1e-10, budget) for metrics, budget in zip(found, budgets, strict=True))
+
+
+def test_the_share_is_drawn_with_the_seed() -> None:
+    allowed = [
+        tune(chain, [0], spend="prediction", config=GIVEN, groups=1, share=share, seed=seed).metrics["allowed"]
+        for share, seed in ((1.0, 0), (1.0, 1), (0.25, 0), (0.25, 1))
+    ]
+    assert allowed[0] == allowed[1]
+    assert len(set(allowed)) == 3
+    assert allowed[2:] == pytest.approx(allowed[:2], rel=0.5)  # of 480 rows
 
 
 def test_groups_share_their_strictness() -> None:

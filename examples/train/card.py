@@ -17,7 +17,7 @@ CARD = """# {recipe}: a small diffusion transformer, trained to test sparse atte
 | | |
 |---|---|
 | predicts | the direction from noise to clip (rectified flow), in pixels; no autoencoder |
-| clips | {frames} frames of {side} x {side} pixels, patches of {patch} x {patch}: {tokens:,} tokens |
+| clips | {frames} frame{plural} of {side} x {side} pixels, patches of {patch} x {patch}: {tokens:,} tokens |
 | attention | {depth} layers, {heads} heads of 64 channels, every token with every other; rotary positions |
 | classes | {classes} |
 | data | {data} |
@@ -40,9 +40,10 @@ def model_card(model: VideoTransformer, facts: dict[str, str]) -> str:
         recipe=facts["recipe"],
         millions=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         steps=trained["steps"], minutes=trained["seconds"] / 60, device=trained["device"], seed=trained["seed"],
-        frames=config.frames, side=config.side, patch=config.patch, tokens=config.tokens,
+        frames=config.frames, plural="s" * (config.frames > 1),
+        side=config.side, patch=config.patch, tokens=config.tokens,
         depth=config.depth, heads=config.heads, before=before,
-        classes=", ".join(json.loads(facts["classes"])), data=facts["data"],
+        classes="; ".join(json.loads(facts["classes"])), data=facts["data"],
         held_out_loss=trained["held_out_loss"], sampling=sampling,
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from sparge.tuning.choose import within_budget
 from sparge.tuning.job import Search, versions
 from sparge.tuning.journal import JournalError
 from sparge.tuning.ladder import EVERYTHING, settings_at, with_settings
-from sparge.tuning.measure import exact_output, sparse_output
+from sparge.tuning.measure import exact_output, sample_blocks, sparse_output
 from sparge.tuning.subjects import differentiable_attention
 
 RUNGS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)  # strictness, beside keeping everything, which needs no measuring
@@ -138,7 +138,7 @@ def _tryer(search: Search, dense: Dense) -> Try:
         for index, item in enumerate(search.inputs):
             key = f"prediction/{index}/{hashlib.sha256(json.dumps(dict(strictness)).encode()).hexdigest()[:16]}"
             if key not in search.journal.records:
-                search.journal.add(key, _moved(search, item, dense.outputs[index], strictness))
+                search.journal.add(key, _moved(search, index, item, dense.outputs[index], strictness))
             one, counts = _checked_record(search.journal.records[key], key)
             divergence += one / len(search.inputs)
             for layer, (done, seen) in counts.items():
@@ -150,7 +150,7 @@ def _tryer(search: Search, dense: Dense) -> Try:
     return try_
 
 
-def _moved(search: Search, item: Any, dense: Tensor, strictness: Strictness) -> list[Any]:
+def _moved(search: Search, index: int, item: Any, dense: Tensor, strictness: Strictness) -> list[Any]:
     """How far one input's output moves, and blocks executed and visible by layer."""
     counts = defaultdict[str, list[float]](lambda: [0.0, 0.0])
 
@@ -166,10 +166,16 @@ def _moved(search: Search, item: Any, dense: Tensor, strictness: Strictness) -> 
         return restore(values, inputs.layout)
 
     with torch.no_grad():
-        moved = search.subject.divergence(dense, search.subject.predict(item, attend), search.share)
+        other = search.subject.predict(item, attend)
+        rows = sample_blocks(_as_rows(dense).shape[0], search.share, search.seed + index).to(dense.device)
+        moved = search.subject.divergence(_as_rows(dense)[rows], _as_rows(other)[rows])
     if not math.isfinite(moved):
         raise ValueError("the model's output is not finite: not tuned.")
     return [moved, dict(counts)]
+
+
+def _as_rows(output: Tensor) -> Tensor:
+    return output.reshape(-1, output.shape[-1] if output.dim() else 1)
 
 
 def _checked_record(value: Any, where: str) -> tuple[float, dict[str, list[float]]]:

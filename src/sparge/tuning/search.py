@@ -75,7 +75,8 @@ def tune(
              does), and how many groups there are (10)
     config   what is tuned: its rules' settings are the starting point, everything else stays as it is
     loss     loss(item, attend) -> scalar, for a function
-    share    of query blocks, or of tokens for "prediction", on which errors are measured; blocks are counted on all
+    share    of query blocks, or for "prediction" of the output's rows (tokens), on which errors are measured, drawn
+             with seed; blocks are counted on all
     journal  file that keeps what was measured: the same search goes on from it
     on_step  called as on_step(stage, layer) whenever a layer has been measured
 

@@ -36,8 +36,8 @@ class Subject(Protocol):
     def predict(self, item: Any, attend: Attend) -> Tensor:
         """The same, and what the model makes of the input."""
 
-    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
-        """How far a prediction lies from the dense model's; of much output, on this share of it."""
+    def divergence(self, dense: Tensor, other: Tensor) -> float:
+        """How far some rows of a prediction lie from the dense model's, both [rows, last extent]."""
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -82,7 +82,7 @@ class FunctionSubject:
             )
         return output
 
-    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+    def divergence(self, dense: Tensor, other: Tensor) -> float:
         return relative_square(dense, other)
 
     def close(self) -> None:
@@ -111,19 +111,18 @@ class TransformersSubject:
             hidden: Tensor = self.model.base_model(item, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)
 
-    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+    def divergence(self, dense: Tensor, other: Tensor) -> float:
         """Mean Kullback-Leibler divergence of the next token's distribution, in nats."""
-        rows = torch.arange(0, len(dense), max(1, round(1 / share)), device=dense.device)
         total = 0.0
 
         def attend(_: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
             return differentiable_attention(query, key, value, **arguments)  # of the one token that is exchanged
 
         with self._using(attend):
-            for some in stretches(len(rows), rows.device):
-                both = (logits_of(self.model, hidden[rows[some]]).log_softmax(-1) for hidden in (dense, other))
+            for some in stretches(len(dense), dense.device):
+                both = (logits_of(self.model, hidden[some]).log_softmax(-1) for hidden in (dense, other))
                 total += float(divergence(*both).double().sum())
-        return max(0.0, total / len(rows))
+        return max(0.0, total / len(dense))
 
     def close(self) -> None:
         assert self.switch is not None
@@ -191,7 +190,7 @@ class DiffusersSubject:
             self.attend = None
         return output
 
-    def divergence(self, dense: Tensor, other: Tensor, share: float) -> float:
+    def divergence(self, dense: Tensor, other: Tensor) -> float:
         return relative_square(dense, other)
 
     def close(self) -> None:
