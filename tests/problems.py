@@ -165,3 +165,10 @@ def refused(kind: type[Exception], *words: str):
     assert len(message) < 400
     for word in words:
         assert word in message, f"{word!r} is not said in: {message}"
+
+
+def without_probe(config):
+    """The other rules alone; where there is none, a row's best block is kept, as by a gap of 0."""
+    others = tuple(name for name in config.rule if name != "probe")
+    default = {"probe": SparseConfig.probe, "probe_rows": SparseConfig.probe_rows}
+    return replace(config, rule=others or "gap", gap=config.gap if others else 0.0, **default)

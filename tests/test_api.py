@@ -14,7 +14,7 @@ from sparge import BlockMask, SparseConfig, Stats, calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPARSE = SparseConfig(threshold=0.05, gap=0.5, quantization="none")
+SPARSE = SparseConfig(rule=("threshold", "gap"), threshold=0.05, gap=0.5, quantization="none")
 
 
 def packed(seed, tokens, heads, dim=16):

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparge
 from sparge.integrations import comfyui
 
-EXACT = {"gap": 50.0, "threshold": 0.0}
+EXACT = {"gap": 50.0, "share": 0.0}
 pytestmark = [pytest.mark.filterwarnings("error::sparge.DenseAttentionWarning"), pytest.mark.usefixtures("one_thread")]
 
 

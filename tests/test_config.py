@@ -14,8 +14,8 @@ USING_ALL = {"rule": RULES}
 
 def test_defaults_are_the_documented_ones():
     config = SparseConfig()
-    assert config.rule == ("threshold", "gap")
-    assert (config.threshold, config.gap) == (0.003, 5.0)
+    assert config.rule == ("gap", "probe")
+    assert (config.gap, config.probe, config.probe_rows) == (4.0, 0.0032, 4)
     assert (config.subblocks, config.block, config.sinks) == ((4, 4), (128, 64), 1)
     assert config.similarity is None
     assert config.pv_threshold is None
@@ -112,7 +112,7 @@ def test_refuses_unsupported_probe_rows(rows):
     with refused(ValueError, "probe_rows", repr(rows)):
         SparseConfig(rule="probe", probe_rows=rows)
     with refused(ValueError, "probe_rows=2", "ignored", "'probe'"):
-        SparseConfig(probe_rows=2)
+        SparseConfig(rule="gap", probe_rows=2)
 
 
 @pytest.mark.parametrize(
@@ -212,4 +212,4 @@ def test_per_head_settings_must_match_the_heads(name):
 
 
 def test_one_number_serves_every_head():
-    assert SparseConfig().per_head("gap", 3, torch.device("cpu")).tolist() == [5.0, 5.0, 5.0]
+    assert SparseConfig().per_head("gap", 3, torch.device("cpu")).tolist() == [4.0, 4.0, 4.0]

@@ -27,7 +27,7 @@ from sparge import BlockMask, SparseConfig, reference
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAN, INF = math.nan, math.inf
-SPARSE = SparseConfig(threshold=0.05, gap=0.7, quantization="none")
+SPARSE = SparseConfig(rule=("threshold", "gap"), threshold=0.05, gap=0.7, quantization="none")
 CONFIGS = {
     "default": SparseConfig(quantization="none"),
     "sparse": SPARSE,

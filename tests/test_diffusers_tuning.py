@@ -32,7 +32,9 @@ def test_a_profile_tuned_on_the_model_fits_it(name: str) -> None:
 def test_layers_are_judged_by_the_models_output() -> None:
     one = SMALL["hunyuan"]
     model = one.built()
-    small = sparge.SparseConfig(block=(64, 32), sinks=0, quantization="none", threshold=0.1, gap=1.0)
+    small = sparge.SparseConfig(
+        rule=("threshold", "gap"), block=(64, 32), sinks=0, quantization="none", threshold=0.1, gap=1.0
+    )
     profile = sparge.tune(model, [one.inputs], spend="prediction", config=small, divergence=0.01, groups=2)
     assert profile.metrics["divergence"] <= 0.01
     assert profile.executed < 1

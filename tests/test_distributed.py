@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import problem, relative_l1, tensors
+from problems import problem, relative_l1, tensors, without_probe
 from ranks import run_ranks
 from shard_cases import CASES, EXACT, events_between, refused_calls, run_cases, run_hosts
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import sparge
 from sparge import reference
 from sparge.distributed.cost import Workload, cost
-from sparge.distributed.probe import scores_alone
 from sparge.distributed.sharding import split_evenly
 from sparge.distributed.wire import BUDGET, KEYS_AND_VALUES, PROBE, Team
 
@@ -157,13 +156,18 @@ def test_a_budget_in_a_ring_moves_keys_again_only_for_heads_over_it():
     assert BUDGET not in without
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if "probe" in case.config.rule and case.config.max_error is None]
-)
+PROBED = [
+    name
+    for name, case in CASES.items()
+    if "probe" in case.config.rule and case.config.max_error is None and case.mesh[0] > 1
+]
+
+
+@pytest.mark.parametrize("name", PROBED)
 def test_the_probe_of_a_ring_keeps_blocks_that_scores_do_not(name):
     """Without which the tests of masks would not tell whether it was asked."""
     case, shards = CASES[name], shards_of(name)
-    by_scores = replace(case, config=scores_alone(case.config)).run_alone()[2]
+    by_scores = replace(case, config=without_probe(case.config)).run_alone()[2]
     assert shards[0]["stats"].executed.sum() > by_scores.executed.sum()
     assert sum(shard["sent"][PROBE] for shard in shards) > 0
     assert PROBE not in shards_of("ring")[0]["sent"]

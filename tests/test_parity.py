@@ -334,8 +334,13 @@ def test_slack_costs_no_precision(backend, seed, poisoned):
 
 
 LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every row sees whole, and the edges beside them
-    "full": ({}, SparseConfig(threshold=0.02, gap=0.3, quantization="none"), 200, 4500),
-    "causal": ({"is_causal": True}, SparseConfig(threshold=0.02, gap=0.3, quantization="none"), 2500, 2500),
+    "full": ({}, SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=0.3, quantization="none"), 200, 4500),
+    "causal": (
+        {"is_causal": True},
+        SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=0.3, quantization="none"),
+        2500,
+        2500,
+    ),
     "small blocks": (
         {"is_causal": True},
         SparseConfig(rule="gap", gap=0.4, block=(64, 32), quantization="none"),

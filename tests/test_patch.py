@@ -189,7 +189,7 @@ def test_a_dry_run_changes_nothing_and_tells_what_would_happen() -> None:
     assert lines[1].split() == ["layer", "class", "heads", "head_dim", "action", "why"]
     assert lines[2].split()[:5] == [LAYERS[0], "Gemma3Attention", "4", "16", "sparse"]
     assert "window of 40" in lines[2]
-    assert lines[3].endswith("sparse  rule threshold or gap")
+    assert lines[3].endswith("sparse  rule gap or probe")
 
 
 @pytest.mark.parametrize(

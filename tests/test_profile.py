@@ -19,7 +19,7 @@ BASE = SparseConfig(sinks=2, block=(64, 64), protected=((0, 5), (-3, None)), qua
 
 
 def made(**changes: object) -> Profile:
-    settings = {"threshold": (0.001, 0.1 + 0.2), "gap": (5.0, 0.0)}
+    settings = {"probe": (0.001, 0.1 + 0.2), "gap": (5.0, 0.0)}
     layers = {name: LayerProfile(settings, (0.25, 0.5), (0.01, 0.02)) for name in ("layers.1", "layers.11")}
     facts = {"model": "tiny", "base": BASE, "layers": layers, "metrics": {"l1": 0.05}, "versions": {"sparge": "0"}}
     return Profile(**{**facts, **changes})  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_shown_as_text() -> None:
     for words in (
         "tiny: 2 layers, 4 heads, 37.5%",
         "blocks of 64 x 64",
-        "layers.11: threshold 0.001 to 0.3",
+        "layers.11: probe 0.001 to 0.3",
         "l1 0.05",
     ):
         assert words in shown

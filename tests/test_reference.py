@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from problems import EXACT, plain_attention, problem, randn, relative_l1, run, seen_pairs, tensors, token_mask
 
 from sparge import BlockMask, SparseConfig, reference
+from sparge.probing import share_asked, with_blocks_before
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -195,7 +196,7 @@ def test_a_shifted_sequence_of_keys_predicts_the_same_mask():
 
 def test_the_mask_does_not_depend_on_how_many_rows_are_scored_at_once(monkeypatch):
     inputs = problem(*tensors(10, batch=2, heads=4, kv_heads=2, q_len=500, k_len=430), is_causal=True)
-    config = SparseConfig(block=(64, 32), threshold=0.05, gap=1.0, quantization="none")
+    config = SparseConfig(rule=("threshold", "gap"), block=(64, 32), threshold=0.05, gap=1.0, quantization="none")
     whole = selected(inputs, config)
     monkeypatch.setattr(reference, "SCORES_AT_ONCE", 1)
     assert selected(inputs, config).equals(whole)
@@ -210,17 +211,23 @@ def always(inputs, **changed):
 
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
-def test_the_probe_keeps_blocks_that_a_sampled_row_attends_to(sight):
+def test_the_probe_keeps_blocks_by_what_rows_and_means_give_them(sight):
     inputs = problem(*tensors(4, batch=2, heads=4, kv_heads=2, q_len=150, k_len=230, dim=16, contrast=4.0), **sight)
     config = replace(ONLY_BEST, rule=("topk", "probe"), probe=(0.05, 0.1, 0.2, 0.4), probe_rows=2)
     query, key = (x.to(torch.bfloat16).double() for x in (inputs.query, inputs.key.repeat_interleave(2, 1)))
     seen = seen_pairs(150, 230, **sight)[:, None]
     share = torch.where(seen, query @ key.mT * inputs.scale, -torch.inf).softmax(-1).nan_to_num()
     share = torch.nn.functional.pad(share, (0, 26)).unflatten(-1, (8, 32)).sum(-1)
-    claimed = torch.stack([share[:, :, rows].amax(2) for rows in ([16, 48], [80, 112], [144, 149])], 2)
-    claimed = claimed > torch.tensor(config.probe)[:, None, None]
-    assert claimed.any()
-    assert torch.equal(selected(inputs, config).to_dense(), selected(inputs, ONLY_BEST).to_dense() | claimed)
+    rows = torch.stack([share[:, :, rows].mean(2) for rows in ([16, 48], [80, 112], [144, 149])], 2)
+    rows = (rows + 0.5 * rows[:, :, [0, 0, 1]]) / 1.5
+    blocks = reference.summarize(inputs, config)
+    scores, visible = reference.block_scores(blocks, 0, 3), inputs.visibility.blocks(64, 32)
+    assert scores.shape[3] == 1  # the paper's means
+    means = torch.where(visible, scores[:, :, :, 0], -torch.inf).softmax(-1).nan_to_num()
+    claimed = ((rows + means) / 2 > torch.tensor(config.probe)[:, None, None]) & visible
+    kept, best = selected(inputs, config).to_dense(), selected(inputs, ONLY_BEST).to_dense()
+    assert (claimed & ~best).any()
+    assert torch.equal(kept, best | claimed)
 
 
 def test_the_probe_finds_a_key_that_means_hide():
@@ -229,11 +236,26 @@ def test_the_probe_finds_a_key_that_means_hide():
     k[0, 0, 40] += 1.0  # what means take for the best is elsewhere
     inputs = problem(q, k, v)
     means = SparseConfig(rule="gap", gap=0.001, subblocks=(1, 1), sinks=0, block=(64, 32), quantization="none")
-    probed = replace(means, rule=("gap", "probe"), probe=0.5, probe_rows=2)
-    kept = [selected(inputs, config).to_dense()[0, 0, 1] for config in (means, probed, replace(probed, probe_rows=1))]
-    assert not kept[0][0]
-    assert kept[1][0]
+    probed = replace(means, rule=("gap", "probe"), probe=0.2, probe_rows=2)
+    variants = (means, probed, replace(probed, probe_rows=1))
+    kept = [selected(inputs, config).to_dense()[0, 0] for config in variants]
+    assert not kept[0][1, 0]
+    assert kept[1][1, 0]
+    assert kept[1][:, 0].sum() == 1 + kept[0][:, 0].sum()  # of the next block it is half of the evidence: too little
     assert torch.equal(kept[2], kept[0])  # samples a row that looks for nothing
+
+
+def test_rows_of_the_block_before_count_half():
+    probed = torch.tensor([0.4, 0.4, 0.1, 0.0]).half()[None, None, :, None]
+    want = torch.tensor([0.4, 0.2, 0.1 / 3])[None, None, :, None]
+    torch.testing.assert_close(with_blocks_before(probed), want, atol=1e-3, rtol=0)
+
+
+def test_the_share_asked_for_falls_with_the_length():
+    config = SparseConfig(probe=(0.004, 0.01))
+    for keys, factor in ((1, 1.0), (8192, 1.0), (16384, 2**-0.5), (131072, 0.25)):
+        asked = share_asked(config, 2, keys, torch.device("cpu"))
+        torch.testing.assert_close(asked, torch.tensor([0.004, 0.01]) * factor)
 
 
 def test_the_probe_of_rows_that_see_nothing_claims_nothing(monkeypatch):
@@ -513,7 +535,9 @@ def test_stricter_settings_keep_fewer_blocks(seed, rule, is_causal):
 @given(st.integers(0, 999), st.integers(1, 4), st.integers(1, 300), st.integers(1, 300), st.booleans())
 def test_grouped_heads_are_repeated_heads(seed, group, q_len, k_len, is_causal):
     q, k, v = tensors(seed, heads=2 * group, kv_heads=2, q_len=q_len, k_len=k_len)
-    config = SparseConfig(block=(64, 32), gap=1.0, threshold=0.05, pv_threshold=-2.0, quantization="none")
+    config = SparseConfig(
+        rule=("threshold", "gap"), block=(64, 32), gap=1.0, threshold=0.05, pv_threshold=-2.0, quantization="none"
+    )
     grouped = problem(q, k, v, is_causal=is_causal)
     repeated = problem(q, *(x.repeat_interleave(group, 1) for x in (k, v)), is_causal=is_causal)
     assert selected(grouped, config).equals(selected(repeated, config))
@@ -528,7 +552,7 @@ def test_padding_at_the_end_is_a_shorter_sequence(seed, q_len, k_len, extra):
     q, k, v = tensors(seed, q_len=q_len, k_len=k_len)
     longer = [torch.cat((x, torch.full((1, 2, extra, 16), math.nan)), 2) for x in (k, v)]
     valid = (torch.arange(k_len + extra) < k_len)[None]
-    config = SparseConfig(block=(64, 32), gap=1.0, threshold=0.05, quantization="none")
+    config = SparseConfig(rule=("threshold", "gap"), block=(64, 32), gap=1.0, threshold=0.05, quantization="none")
     short, padded = problem(q, k, v), problem(q, *longer, key_valid=valid)
     kept = selected(padded, config).to_dense()[..., : -(-k_len // 32)]
     assert torch.equal(kept, selected(short, config).to_dense())

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from problems import BY_NAME, INTERPRETED, each_backend, on_its_device, problem, relative_l1, tensors
+from problems import BY_NAME, INTERPRETED, each_backend, on_its_device, problem, relative_l1, tensors, without_probe
 from test_parity import a_case
 from threads import run_threads
 
@@ -19,7 +19,7 @@ from sparge.distributed.sharding import coalesced, split_evenly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPARSE = SparseConfig(threshold=0.02, gap=1.0, quantization="none")
+SPARSE = SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=1.0, quantization="none")
 PROBE = SparseConfig(rule=("threshold", "gap", "probe"), threshold=0.2, gap=0.1, probe=0.04, quantization="none")
 FINE = replace(PROBE, probe=0.003, sinks=0, block=(64, 32), subblocks=(1, 1))
 ERROR = {"none": 1e-5, "int8": 0.004, "int8-fp8": 0.015}
@@ -71,8 +71,8 @@ def check_ring(backend, inputs, config, rows, keys, monkeypatch):
     """Ranks as threads hold `rows` and `keys`: their masks, outputs and counts must be those of the whole."""
     stages, masks, select = BY_NAME[backend], [], ring.Span._select
 
-    def recorded(span):
-        masks.append((span.rows, select(span)))
+    def recorded(span, probed):
+        masks.append((span.rows, select(span, probed)))
         return masks[-1][1]
 
     def work(team):
@@ -130,9 +130,7 @@ def test_the_probe_adds_blocks(name):
     """Without which the cases above would not tell whether it was asked."""
     config, sizes, sight = CASES[name]
     blocks = reference.summarize(the_problem("reference", sizes, sight), config)
-    kept, by_scores = (
-        reference.select(blocks, each).kept_per_head.sum() for each in (config, probe.scores_alone(config))
-    )
+    kept, by_scores = (reference.select(blocks, each).kept_per_head.sum() for each in (config, without_probe(config)))
     assert kept > by_scores + 5
 
 

@@ -71,7 +71,7 @@ def test_strictness_keeps_fewer_blocks_and_at_its_lowest_all(rule) -> None:
 
 
 def test_strictness_zero_is_the_config_and_heads_move_apart() -> None:
-    base = SparseConfig(gap=(4.0, 5.0, 6.0))
+    base = SparseConfig(rule=("threshold", "gap"), gap=(4.0, 5.0, 6.0))
     found = settings_at(base, torch.tensor([0.0, 1.0, EVERYTHING], dtype=torch.float64))
     assert found["threshold"] == pytest.approx((0.003, 0.003 * 2.718281828, 0.0))
     assert found["gap"] == (4.0, 4.0, 1e4)
@@ -83,7 +83,7 @@ def test_strictness_zero_is_the_config_and_heads_move_apart() -> None:
 def test_measured_on_all_rows_is_the_true_error() -> None:
     q, k, v = layer_inputs(0, 0)
     inputs = problem(q, k, v, is_causal=True)
-    config = SparseConfig(gap=(2.0, 1.0, 0.5), threshold=0.5, quantization="none")
+    config = SparseConfig(rule=("threshold", "gap"), gap=(2.0, 1.0, 0.5), threshold=0.5, quantization="none")
     found = measure(inputs, exact_output(inputs), [config, EXACT], share=1.0, seed=0)
     got, stats = attention(q, k, v, is_causal=True, config=config, return_stats=True)
     want = attention(q, k, v, is_causal=True, config=EXACT)

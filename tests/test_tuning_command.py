@@ -77,7 +77,7 @@ def test_tune_as_json(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_tune_by_what_the_model_predicts(tiny: Any, tmp_path: Path) -> None:
-    settings = "gap=0.01,threshold=0.3,sinks=0,quantization=none"
+    settings = "rule=threshold+gap,gap=0.01,threshold=0.3,sinks=0,quantization=none"
     path = tmp_path / "tiny.safetensors"
     result = tuned(path, "--json", "--spend", "prediction", "--groups", "2", "--config", settings)
     assert result.exit_code == 0, result.output
@@ -89,7 +89,7 @@ def test_tune_by_what_the_model_predicts(tiny: Any, tmp_path: Path) -> None:
 
 def test_divergence_is_that_of_the_predictions(tiny: Any) -> None:
     ids = torch.randint(0, 64, (2, 384), generator=torch.Generator().manual_seed(0))
-    config = SparseConfig(gap=0.01, threshold=0.3, sinks=0, quantization="none")
+    config = SparseConfig(rule=("threshold", "gap"), gap=0.01, threshold=0.3, sinks=0, quantization="none")
     found = tune(tiny, [ids], spend="prediction", config=config, groups=1, share=1.0)
     with torch.no_grad():
         dense = tiny(ids).logits.log_softmax(-1)

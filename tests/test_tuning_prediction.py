@@ -16,7 +16,7 @@ from sparge import Profile, SparseConfig, attention, predict_mask, tune
 from sparge.tuning.journal import JournalError
 from sparge.tuning.prediction import RUNGS, steps_of
 
-GIVEN = SparseConfig(threshold=0.02, gap=3.0)
+GIVEN = SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=3.0)
 LAYERS = [f"layers.{layer}" for layer in range(4)]
 SIZES = (1.0, 1.0, 10.0, 1.0)
 INPUTS = [0, 1]

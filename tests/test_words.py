@@ -55,15 +55,6 @@ def test_spans_are_set_bit_by_bit(length, at_once, request):
     assert torch.equal(words.packed_spans(begin, end, length), words.pack(want[:, None]))
 
 
-@pytest.mark.parametrize(("first", "length"), [(0, 100), (0, 33), (31, 1), (32, 32), (5, 60), (63, 37), (97, 3)])
-def test_bits_are_set_among_others_where_they_belong(first, length):
-    some, others = random_bits(2, 3, 11, length), random_bits(2, 3, 11, 100, density=0.1)
-    whole = words.pack(others)
-    words.or_into(whole, words.pack(some), first)
-    others[..., first : first + length] |= some
-    assert torch.equal(whole, words.pack(others))
-
-
 def test_counting_many_words_needs_few_at_a_time():
     bits = torch.full((1, 1, 4096, 512), 0x0F00000F, dtype=torch.int32).expand(1, 8, -1, -1)
     with LargestTensor() as seen:

@@ -95,7 +95,8 @@ def variants(grid: Grid | None = None) -> list[Variant]:
     made += [Variant("rule", f"cdf {x:g}", replace(PAPER, cdf=x)) for x in (0.9, 0.95, 0.98)]
     made += [Variant("rule", f"top-k {x:g}", replace(nothing, topk=x, subblocks=(1, 1))) for x in (0.5, 0.3, 0.2)]
     made += [Variant("rule", f"gap {x:g}", replace(DEFAULT, rule="gap", gap=x)) for x in (3, 5, 7)]
-    made.append(Variant("rule", "threshold .003 or gap 5", DEFAULT))
+    made.append(Variant("rule", "threshold .003 or gap 5", replace(DEFAULT, rule=("threshold", "gap"), gap=5.0)))
+    made.append(Variant("rule", "the default", DEFAULT))
     blocks = ((64, 32), (64, 64), (128, 64), (128, 128), (192, 64), (256, 128))
     made += [Variant("block", f"{rows} x {keys}", replace(DEFAULT, block=(rows, keys))) for rows, keys in blocks]
     made += [

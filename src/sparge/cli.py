@@ -257,7 +257,7 @@ def tune(
     groups: Annotated[int | None, typer.Option(min=1, help="prediction: groups of layers. Default: 10.")] = None,
     config: Annotated[
         str,
-        typer.Option(metavar="SETTINGS", help="What is tuned, as in rule=cdf or rule=threshold+gap+probe,sinks=2."),
+        typer.Option(metavar="SETTINGS", help="What is tuned, as in rule=cdf or probe_rows=8,sinks=2."),
     ] = "default",
     tokens: Annotated[int, typer.Option(min=128, help="Length of each input.")] = 8192,
     inputs: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs.")] = 5,
@@ -289,7 +289,7 @@ def tune(
 
       sparge tune paper.safetensors --spend head --config rule=cdf --tokens 4096
 
-      sparge tune mine.safetensors --spend prediction --config rule=threshold+gap+probe
+      sparge tune mine.safetensors --spend prediction --config probe_rows=8
 
       sparge profile smollm2.safetensors
     """

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-SCORE_RULES = ("threshold", "gap", "cdf", "topk")  # which judge predicted scores
-RULES = (*SCORE_RULES, "probe")
+RULES = ("threshold", "gap", "cdf", "topk", "probe")
 QUANTIZATIONS = ("auto", "none", "int8", "int8-fp8")
 BLOCK_ROWS = (64, 128, 192, 256)
 BLOCK_KEYS = (32, 64, 128)
@@ -34,9 +33,10 @@ class SparseConfig:
     cdf           "cdf" (the paper's TopCdf): keep the best blocks up to this share of probability
     topk          "topk": keep this share of the visible blocks; each of several sub-rows claims its own,
                   so that less is skipped than with subblocks=(1, n)
-    probe         "probe": keep a block that holds more than this share of what a sampled row attends to; a few
-                  rows of each query block are computed exactly for that
-    probe_rows    how many rows of a query block are sampled: 1, 2, 4 or 8
+    probe         "probe": keep a block whose share of the query block's attention exceeds this, as estimated half
+                  from predicted scores and half from a few rows computed exactly; beyond 8,192 keys the share
+                  asked for falls with the square root of their number
+    probe_rows    how many rows of each query block are computed for that: 1, 2, 4 or 8
     subblocks     (rows, keys) sub-means per block that scores are made from; (1, 1) is the paper
     similarity    self-similarity (theta) under which a block is never judged by its mean; None: off
     pv_threshold  second stage: skip P V of 64 rows whose best new score lies this far below their
@@ -53,12 +53,12 @@ class SparseConfig:
     ('topk',)
     """
 
-    rule: str | tuple[str, ...] = ("threshold", "gap")
+    rule: str | tuple[str, ...] = ("gap", "probe")
     threshold: PerHead = 0.003
-    gap: PerHead = 5.0
+    gap: PerHead = 4.0
     cdf: PerHead = 0.97
     topk: PerHead = 0.5
-    probe: PerHead = 0.03
+    probe: PerHead = 0.0032
     probe_rows: int = 4
     subblocks: tuple[int, int] = (4, 4)
     similarity: PerHead | None = None

@@ -1,12 +1,22 @@
-"""The "probe" rule: a few rows of each query block are scored against the keys they see, and claim blocks."""
+"""The "probe" rule: a few rows of each query block are scored against every key they see.
+
+Means of rows and keys show what all of them like, and hide what single rows look for; single rows say little about the
+others. The mean of both predicts best which blocks matter.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from sparge.config import SparseConfig
 from sparge.visibility import Visibility
+
+SHARE_DTYPE = torch.float16  # of shares that are kept or sent
+NEIGHBOUR = 0.5  # what rows of the query block before count, which look for much the same
+FULL_LENGTH = 8192  # keys from which on the share asked for falls
 
 
 def probe_positions(q_len: int, block_rows: int, count: int, device: torch.device) -> Tensor:
@@ -31,18 +41,28 @@ def probe_scores(
     return scores
 
 
-def probe_claims(scores: Tensor, base: Tensor, total: float | None, config: SparseConfig) -> Tensor:
-    """bool [B, Hq, query blocks, key blocks]: which hold more than "probe" of what one of the block's rows attends to.
+def probe_shares(scores: Tensor, base: Tensor, total: float | None, config: SparseConfig) -> Tensor:
+    """float16 [B, Hq, query blocks, key blocks]: the mean share of each key block in what the block's rows attend to.
 
     Weights are relative to `base` [B, Hq, R]; what a row sees weighs `total`, or None: as much as these keys. Scores
     begin where a block does, and are overwritten: this is most of what selection does on a CPU.
     """
-    weights = scores.sub_(base[..., None]).exp_()  # NaN where a row sees nothing: claims nothing
+    weights = scores.sub_(base[..., None]).exp_()
     missing = -scores.shape[3] % config.block[1]
     if missing:
         weights = torch.nn.functional.pad(weights, (0, missing))
     held = weights.unflatten(-1, (-1, config.block[1])).sum(-1)
-    share = config.per_head("probe", scores.shape[1], scores.device)[:, None, None]
-    claimed = held > (share * held.sum(-1, keepdim=True) if total is None else share * total)
-    some: Tensor = claimed.unflatten(2, (-1, config.probe_rows)).any(3)
-    return some
+    share = held / (held.sum(-1, keepdim=True) if total is None else total)
+    mean: Tensor = share.nan_to_num().unflatten(2, (-1, config.probe_rows)).mean(3)  # NaN: a row that sees nothing
+    return mean.to(SHARE_DTYPE)
+
+
+def with_blocks_before(probed: Tensor) -> Tensor:
+    """float32 [B, Hq, query blocks, key blocks] from one row more: what stands before the first block comes first."""
+    before, own = probed[:, :, :-1].float(), probed[:, :, 1:].float()
+    return (own + NEIGHBOUR * before) / (1 + NEIGHBOUR)
+
+
+def share_asked(config: SparseConfig, heads: int, k_len: int, device: torch.device) -> Tensor:
+    """float32 [heads]: a longer text spreads over more blocks what it attends to."""
+    return config.per_head("probe", heads, device) * math.sqrt(FULL_LENGTH / max(k_len, FULL_LENGTH))

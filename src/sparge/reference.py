@@ -7,6 +7,8 @@ numerics mean the same everywhere; it computes every block and discards what is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ from sparge import quantization as fmt
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
-from sparge.probing import probe_claims, probe_positions, probe_scores
+from sparge.probing import SHARE_DTYPE, probe_positions, probe_scores, probe_shares, share_asked, with_blocks_before
 from sparge.quantization import Quantized
-from sparge.selection import apply_rules
+from sparge.selection import apply_rules, claimed_by_share
 from sparge.stages import Blocks, Output
 
 GROUP = 64  # query rows that share one second-stage decision, on every backend
@@ -184,9 +186,9 @@ def select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     everything = BlockMask.all_visible(sight, config.block, *blocks.inputs.query.shape[:2])
     if config.keeps_everything:
         return everything
+    if "probe" in config.rule and blocks.probed is None:
+        blocks = replace(blocks, probed=probe(blocks.inputs, config))
     keep = _predicted(blocks, config) | _always_kept(blocks, config)
-    if "probe" in config.rule:
-        keep |= _probed(blocks.inputs, config)
     return everything & BlockMask.from_dense(keep, sight.q_len, sight.k_len, config.block, sight)
 
 
@@ -209,7 +211,12 @@ def _claims(blocks: Blocks, config: SparseConfig, first: int, last: int) -> Tens
         theta = config.per_head("similarity", blocks.q_means.shape[1], seen.device)[:, None]
         similar = _per_query_head(blocks.k_similarity, blocks.inputs) >= theta
         judged = seen & similar[:, :, None, None]
-    return apply_rules(block_scores(blocks, first, last), judged, seen.sum(-1, keepdim=True), config)
+    scores = block_scores(blocks, first, last)
+    claimed = apply_rules(scores, judged, seen.sum(-1, keepdim=True), config)
+    if blocks.probed is not None and "probe" in config.rule:
+        asked = share_asked(config, scores.shape[1], blocks.inputs.visibility.k_len, scores.device)
+        claimed |= claimed_by_share(scores, judged, with_blocks_before(blocks.probed[:, :, first : last + 1]), asked)
+    return claimed
 
 
 def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
@@ -229,13 +236,14 @@ def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
     return pooled.reshape(batch, heads, q_blocks, a, k_blocks)
 
 
-def _probed(inputs: Inputs, config: SparseConfig) -> Tensor:
-    """Blocks that hold more of a sampled row's attention than "probe" says, bool [B, Hq, query blocks, key blocks]."""
+def probe(inputs: Inputs, config: SparseConfig) -> Tensor:
+    """What a few rows of each query block attend to: `Blocks.probed`."""
     batch, heads, q_len, _ = inputs.query.shape
     k_len, sight, key = inputs.key.shape[2], inputs.visibility, inputs.key.to(torch.bfloat16).float()
     rows = probe_positions(q_len, config.block[0], config.probe_rows, key.device)
     step = max(1, SCORES_AT_ONCE // (batch * heads * config.probe_rows * k_len))
-    keep = torch.zeros(batch, heads, len(rows), -(-k_len // config.block[1]), dtype=torch.bool, device=key.device)
+    shape = (batch, heads, 1 + len(rows), -(-k_len // config.block[1]))
+    probed = torch.zeros(shape, dtype=SHARE_DTYPE, device=key.device)
     for first in range(0, len(rows), step):
         top, bottom = first * config.block[0], min((first + step) * config.block[0], q_len) - 1
         stop = min(k_len, bottom + sight.offset + sight.right + 1)
@@ -244,9 +252,10 @@ def _probed(inputs: Inputs, config: SparseConfig) -> Tensor:
         some, free = rows[first : first + step].flatten(), min(stop, sight.keys_seen_from(top, bottom))
         query = inputs.query[:, :, some].to(torch.bfloat16).float()
         scores = probe_scores(query, key[:, :, :stop], inputs.scale, sight, some, range(stop), free)
-        part = probe_claims(scores, scores.amax(-1), None, config)
-        keep[:, :, first : first + step, : part.shape[3]] = part
-    return keep
+        part = probe_shares(scores, scores.amax(-1), None, config)
+        probed[:, :, 1 + first : 1 + first + step, : part.shape[3]] = part
+    probed[:, :, 0] = probed[:, :, 1]  # nothing stands before the first block
+    return probed
 
 
 def _always_kept(blocks: Blocks, config: SparseConfig) -> Tensor:

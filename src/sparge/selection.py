@@ -35,6 +35,22 @@ def apply_rules(scores: Tensor, seen: Tensor, countable: Tensor, config: SparseC
     return (claimed & seen).any(-2)
 
 
+def claimed_by_share(scores: Tensor, seen: Tensor, probed: Tensor, asked: Tensor) -> Tensor:
+    """Which blocks have a larger share than is asked for, bool [B, Hq, query blocks, key blocks].
+
+    scores, seen  as above
+    probed        float32 [B, Hq, query blocks, key blocks]: shares found by rows computed exactly
+    asked         float32 [Hq]
+    """
+    scores = torch.where(seen, scores, -torch.inf)
+    total = torch.logsumexp(scores, -1, keepdim=True)
+    predicted = torch.exp(scores - total).nan_to_num()  # rows with NaN are kept by the other rules, or see nothing
+    judges = (total > -torch.inf).sum(-2)
+    share = (predicted.sum(-2) / judges.clamp(min=1) + probed) / 2
+    claimed: Tensor = (share > asked[:, None, None]) & seen.any(-2)
+    return claimed
+
+
 def _mass_at_least(probability: Tensor) -> Tensor:
     """For each block, the probability of all blocks that score at least as high."""
     probability = probability.nan_to_num()  # rows with NaN are kept by the caller

@@ -23,6 +23,7 @@ class Blocks:
     k_similarity: Tensor | None  # float32 [B, Hkv, key blocks]
     quantized: Quantized | None
     block: tuple[int, int]
+    probed: Tensor | None = None  # float16 [B, Hq, 1 + query blocks, key blocks], if known: see reference.probe
 
     @property
     def k_filled(self) -> Tensor:

@@ -51,16 +51,6 @@ def packed_spans(begin: Tensor, end: Tensor, length: int) -> Tensor:
     return _joined([(power(end[:, rows]) - power(begin[:, rows])).to(torch.int32) for rows in some])
 
 
-def or_into(whole: Tensor, bits: Tensor, first: int) -> None:
-    """Set the bits of words [..., n] in longer rows of words too, from bit `first` on. None may stand behind those."""
-    word, shift = divmod(first, WORD)
-    whole[..., word : word + bits.shape[-1]] |= bits << shift
-    if shift:
-        carried = (bits >> (WORD - shift)) & ((1 << shift) - 1)  # the sign bit must not spread
-        following = whole[..., word + 1 : word + 1 + bits.shape[-1]]
-        following |= carried[..., : following.shape[-1]]
-
-
 def count_per_row(bits: Tensor, among: Tensor | None = None) -> Tensor:
     """Bits set in each row of words [B, H, rows, words], int64 [B, H, rows]; `among`: only those set there too."""
     shape = bits.shape if among is None else torch.broadcast_shapes(bits.shape, among.shape)

@@ -25,7 +25,6 @@ from sparge.distributed.wire import (
     TO_HEADS,
 )
 from sparge.quantization import KEYS_PER_SCALE, MIN_ROTATION
-from sparge.words import WORD
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,14 @@ def _message(*tensors: float) -> float:
 
 
 def _probe_message(work: Workload, heads: int, shares: Shares) -> float:
-    """To another rank: own rows, their LSE over all keys, that of its rows over own keys, bits of own keys."""
+    """To another rank: own rows, their LSE over all keys, that of its rows over own keys, shares of own key blocks."""
     if not work.probe_rows:
         return 0.0
     blocks = work.tokens // work.block_rows // len(shares)
-    rows, run = blocks * work.probe_rows, WORD * work.block_keys
-    words = [sum(math.ceil((stop - start) / run) for start, stop in coalesced(share)) for share in shares]
-    bits = sum(_message(heads * blocks * 4 * of_rank) for of_rank in words) / len(shares)
-    return _message(heads * rows * work.head_dim * 2) + 2 * _message(heads * rows * 4) + bits
+    rows, key_blocks = blocks * work.probe_rows, work.tokens // work.block_keys // len(shares)
+    told = [blocks + len(coalesced(share)) for share in shares]  # and of what stands before each run of them
+    found = sum(_message(heads * of_rank * key_blocks * 2) for of_rank in told) / len(shares)
+    return _message(heads * rows * work.head_dim * 2) + 2 * _message(heads * rows * 4) + found
 
 
 def _bytes_per_key(work: Workload) -> float:

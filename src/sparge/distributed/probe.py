@@ -1,14 +1,14 @@
-"""The "probe" rule of a ring: sampled rows travel to the keys, and the bits of the blocks they claim travel back.
+"""The "probe" rule of a ring: sampled rows travel to the keys, and the shares that they give to blocks travel back.
 
 No rank holds all keys of a row. Every rank scores the sampled rows of all against its own keys, twice: for their LSE,
-of which the owners of the rows make that over all keys, then for the blocks that hold more than their share of it. One
-number per row and one bit per block are all that is told of the scores.
+of which the owners of the rows make that over all keys, then for the share of it that each block has. One number per
+row and two bytes per pair of blocks are all that is told of the scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,36 +17,23 @@ from sparge.config import SparseConfig
 from sparge.distributed.sharding import Interval, Share, Shares
 from sparge.distributed.wire import PROBE, Team
 from sparge.inputs import Inputs
-from sparge.probing import probe_claims, probe_positions, probe_scores
+from sparge.probing import SHARE_DTYPE, probe_positions, probe_scores, probe_shares
 from sparge.visibility import Visibility
-from sparge.words import WORD, or_into, pack
 
-KEYS_AT_ONCE = 1 << 12  # whole words of blocks of any size
+KEYS_AT_ONCE = 1 << 12  # whole blocks of any size
 SCORES_AT_ONCE = 1 << 24  # in float32; about four tensors of that size exist at a time
 
 
-def scores_alone(config: SparseConfig) -> SparseConfig:
-    """Without the probe. Where no other rule is left, a row's best block is kept, as by a gap of 0."""
-    others = tuple(name for name in config.rule if name != "probe")
-    return replace(
-        config,
-        rule=others or "gap",
-        gap=config.gap if others else 0.0,
-        probe=SparseConfig.probe,
-        probe_rows=SparseConfig.probe_rows,
-    )
-
-
-def claims_in_ring(
+def probe_in_ring(
     local: Inputs, rows: Shares, keys: Shares, sight: Visibility, config: SparseConfig, team: Team
-) -> Tensor:
-    """int32 [B, Hq, this rank's query blocks, words]: which of all key blocks their sampled rows claim.
+) -> list[Tensor]:
+    """`Blocks.probed` over all keys, of each of this rank's runs of rows.
 
     `local` holds rows[team.rank] and keys[team.rank], aligned to blocks; `sight` is that of the whole sequence.
     """
     probe = _gathered_rows(local, rows, keys[team.rank], sight, config, team)
     lse = _over_all_keys(probe.lse_of_own_keys(), rows, config, team)
-    return _brought_home(probe.claims(lse), rows, keys, sight.k_len, config, team)
+    return _brought_home(probe.shares(lse), rows, keys, sight.k_len, config, team)
 
 
 @dataclass(frozen=True)
@@ -68,20 +55,20 @@ class Probe:
             lse[:, :, some] = torch.logaddexp(lse[:, :, some], scores.logsumexp(-1))
         return lse
 
-    def claims(self, lse: Tensor) -> Tensor:
-        """int32 [B, Hq, query blocks, words]: which of this rank's blocks they claim; `lse` is over all keys."""
-        words = sum(_words_of_runs(self.share, self.config))
-        bits = torch.zeros(*lse.shape[:2], len(self.rows), words, dtype=torch.int32, device=lse.device)
-        for blocks, word, scores in self._scores():
-            part = pack(probe_claims(scores, lse[:, :, self._rows_of(blocks)], 1.0, self.config))
-            bits[:, :, blocks, word : word + part.shape[3]] = part
-        return bits
+    def shares(self, lse: Tensor) -> Tensor:
+        """float16 [B, Hq, query blocks, key blocks]: what they give to this rank's blocks; `lse` is over all keys."""
+        width = _count(self.share, self.config.block[1])
+        shares = torch.zeros(*lse.shape[:2], len(self.rows), width, dtype=SHARE_DTYPE, device=lse.device)
+        for blocks, column, scores in self._scores():
+            part = probe_shares(scores, lse[:, :, self._rows_of(blocks)], 1.0, self.config)
+            shares[:, :, blocks, column : column + part.shape[3]] = part
+        return shares
 
     def _scores(self) -> Iterator[tuple[slice, int, Tensor]]:
-        """Some query blocks, the word where the bits of some keys begin, and the blocks' scores for those."""
+        """Some query blocks, from which of this rank's key blocks on, and the scores there."""
         batch, heads = self.query.shape[:2]
         position = self.rows + self.sight.offset
-        for keys, word, key in self._some_keys():
+        for keys, column, key in self._some_keys():
             step = max(1, SCORES_AT_ONCE // (batch * heads * self.config.probe_rows * len(keys)))
             for first in range(0, len(self.rows), step):
                 blocks = slice(first, min(first + step, len(self.rows)))
@@ -90,18 +77,18 @@ class Probe:
                     continue  # no row sees any
                 query = self.query[:, :, self._rows_of(blocks)].float()
                 rows = self.rows[blocks].flatten().to(key.device)
-                yield blocks, word, probe_scores(query, key, self.local.scale, self.sight, rows, keys)
+                yield blocks, column, probe_scores(query, key, self.local.scale, self.sight, rows, keys)
 
     def _some_keys(self) -> Iterator[tuple[range, int, Tensor]]:
-        """This rank's keys, some at a time: where in the sequence, at which word of its bits, rounded to bfloat16."""
-        word, before = 0, 0
-        for (start, stop), words in zip(self.share, _words_of_runs(self.share, self.config), strict=True):
+        """This rank's keys, some at a time: where in the sequence, from which of its blocks on, rounded to bfloat16."""
+        column, before, size = 0, 0, self.config.block[1]
+        for start, stop in self.share:
             for first in range(start, stop, KEYS_AT_ONCE):
                 keys = range(first, min(first + KEYS_AT_ONCE, stop))
                 held = slice(before + keys.start - start, before + keys.stop - start)
                 key = self.local.key[:, :, held].to(torch.bfloat16).float()
-                yield keys, word + (first - start) // (WORD * self.config.block[1]), key
-            word, before = word + words, before + stop - start
+                yield keys, column + (first - start) // size, key
+            column, before = column + _count(((start, stop),), size), before + stop - start
 
     def _rows_of(self, blocks: slice) -> slice:
         count = self.rows.shape[1]
@@ -113,7 +100,7 @@ def _gathered_rows(
 ) -> Probe:
     batch, heads, _, dim = local.query.shape
     standing = [_positions(run, run[0], config) for of_rank in rows for run in of_rank]
-    counts = [_block_count(of_rank, config) * config.probe_rows for of_rank in rows]
+    counts = [_count(of_rank, config.block[0]) * config.probe_rows for of_rank in rows]
     own, before = [torch.zeros(0, dtype=torch.int64)], 0
     for start, stop in rows[team.rank]:
         own.append(_positions((start, stop), before, config).flatten())
@@ -129,33 +116,47 @@ def _positions(run: Interval, first: int, config: SparseConfig) -> Tensor:
     return first + probe_positions(run[1] - run[0], config.block[0], config.probe_rows, torch.device("cpu"))
 
 
-def _block_count(share: Share, config: SparseConfig) -> int:
-    return sum(-(-(stop - start) // config.block[0]) for start, stop in share)
-
-
-def _words_of_runs(share: Share, config: SparseConfig) -> list[int]:
-    """How many words the blocks of each run of keys take."""
-    return [-(-(stop - start) // (WORD * config.block[1])) for start, stop in share]
+def _count(share: Share, size: int) -> int:
+    """Blocks of some runs of whole ones."""
+    return sum(-(-(stop - start) // size) for start, stop in share)
 
 
 def _over_all_keys(lse: Tensor, rows: Shares, config: SparseConfig, team: Team) -> Tensor:
     """float32 [B, Hq, R]: put together by the owners of the rows, so that what moves does not grow with the ring."""
-    counts = [_block_count(of_rank, config) * config.probe_rows for of_rank in rows]
+    counts = [_count(of_rank, config.block[0]) * config.probe_rows for of_rank in rows]
     shapes = [[(*lse.shape[:2], count)] for count in counts]
     parts = team.exchange([[part] for part in lse.split(counts, 2)], [shapes[team.rank]] * team.size, PROBE)
     mine = torch.stack([part for (part,) in parts]).logsumexp(0)
     return torch.cat([part for (part,) in team.gather([mine], shapes, PROBE)], 2)
 
 
-def _brought_home(bits: Tensor, rows: Shares, keys: Shares, k_len: int, config: SparseConfig, team: Team) -> Tensor:
+def _wanted(rows: Shares, size: int) -> list[Tensor]:
+    """For each rank, which of all ranks' query blocks it is told of: its own, and what stands before each run of them.
+
+    Nothing stands before the first of the sequence: it stands there itself.
+    """
+    runs = [run for of_rank in rows for run in of_rank]
+    standing = [block for start, stop in runs for block in range(start // size, -(-stop // size))]
+    at = {block: place for place, block in enumerate(standing)}
+    wanted = []
+    for of_rank in rows:
+        blocks = [[max(start // size - 1, 0), *range(start // size, -(-stop // size))] for start, stop in of_rank]
+        wanted.append(torch.tensor([at[block] for run in blocks for block in run], dtype=torch.int64))
+    return wanted
+
+
+def _brought_home(
+    shares: Tensor, rows: Shares, keys: Shares, k_len: int, config: SparseConfig, team: Team
+) -> list[Tensor]:
     """What all ranks found for this rank's rows, each run of keys put in its place among all of them."""
-    counts = [_block_count(of_rank, config) for of_rank in rows]
-    words = [_words_of_runs(of_rank, config) for of_rank in keys]
-    shapes = [[(*bits.shape[:2], counts[team.rank], sum(of_rank))] for of_rank in words]
-    arrived = team.exchange([[part] for part in bits.split(counts, 2)], shapes, PROBE)
-    total = -(-k_len // (WORD * config.block[1]))
-    whole = bits.new_zeros(*bits.shape[:2], counts[team.rank], total)
-    for (part,), share, lengths in zip(arrived, keys, words, strict=True):
+    size = config.block[1]
+    wanted = _wanted(rows, config.block[0])
+    told = len(wanted[team.rank])
+    shapes = [[(*shares.shape[:2], told, _count(of_rank, size))] for of_rank in keys]
+    arrived = team.exchange([[shares[:, :, some.to(shares.device)]] for some in wanted], shapes, PROBE)
+    whole = shares.new_zeros(*shares.shape[:2], told, -(-k_len // size))
+    for (part,), share in zip(arrived, keys, strict=True):
+        lengths = [_count((run,), size) for run in share]
         for (start, _), run in zip(share, part.split(lengths, 3), strict=True):
-            or_into(whole, run, start // config.block[1])
-    return whole
+            whole[..., start // size : start // size + run.shape[3]] = run
+    return list(whole.split([1 + _count((run,), config.block[0]) for run in rows[team.rank]], 2))

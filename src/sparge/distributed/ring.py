@@ -3,7 +3,7 @@
 1. A sample of all keys and values gives every rank the same smoothing and scales.
 2. Every rank summarizes its own tokens; the summaries of keys, a few numbers per block, are gathered.
 3. Each rank selects the blocks of its rows among all keys, and says which units of keys it needs. What the "probe" rule
-   adds, all ranks find out together.
+   asks of rows, all ranks find out together.
 4. While one rank's units are attended to, those of the next are on their way; results are merged by their LSE.
 """
 
@@ -21,7 +21,7 @@ from sparge.backends import Backend, Choice, choose
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.distributed.cargo import UNIT, Cargo, fresh, loaded, without_keys
-from sparge.distributed.probe import claims_in_ring, scores_alone
+from sparge.distributed.probe import probe_in_ring
 from sparge.distributed.sharding import Interval, Shares, joined, length_of, units_of
 from sparge.distributed.wire import KEYS_AND_VALUES, NEEDS, SAMPLE, SUMMARIES, Team, Transfer
 from sparge.inputs import Inputs, Sample
@@ -52,11 +52,12 @@ def attend_ring(
     local = replace(local, sample=_gathered_sample(local, keys, sight, config, team))
     blocks = backend.summarize(local, config)
     summaries = _gathered_summaries(blocks, keys, team)
-    probed = "probe" in config.rule and not config.keeps_everything
-    claims = claims_in_ring(local, rows, keys, sight, config, team) if probed else None
+    probed: list[Tensor | None] = [None] * len(mine)
+    if "probe" in config.rule and not config.keeps_everything:
+        probed = list(probe_in_ring(local, rows, keys, sight, config, team))
 
     starts = [length_of(mine[:n]) for n in range(len(mine))]
-    spans = [Span(summaries, claims, *place, sight, backend, config) for place in zip(mine, starts, strict=True)]
+    spans = [Span(summaries, *place, sight, backend, config) for place in zip(probed, mine, starts, strict=True)]
     needs = _gathered_needs(spans, sight.k_len, team)
     for cargo in _arrivals(Cargo.of(blocks, keys[team.rank]), keys, needs, team):
         for interval, tensors in cargo.pieces():
@@ -162,32 +163,29 @@ class Span:
     def __init__(
         self,
         blocks: Blocks,
-        claims: Tensor | None,
+        probed: Tensor | None,
         rows: Interval,
         start: int,
         sight: Visibility,
         backend: Backend,
         config: SparseConfig,
     ) -> None:
-        """`blocks` and `claims` (of the probe, as bits of a mask) are of all of the rank's rows; these from `start`."""
+        """`blocks` are of all of the rank's rows; `probed` is of these, which begin at `start` among those."""
         self.rows, self.sight = range(*rows), sight
         self.backend, self.config = backend, config
         stop = start + len(self.rows)
         self.own = _rows_of(blocks, start, stop)
-        self.claims = None if claims is None else claims[:, :, start // config.block[0] : -(-stop // config.block[0])]
-        self.mask = self._select()
+        self.mask = self._select(probed)
         self.values: Tensor | None = None  # float32 [B, Hq, rows, Dv]
         self.lse: Tensor | None = None
         self.skipped: Tensor | None = None
 
-    def _select(self) -> BlockMask:
+    def _select(self, probed: Tensor | None) -> BlockMask:
         inputs, k_len = self.own.inputs, self.sight.k_len
         sight = self.sight.part(self.rows, range(k_len))
         inputs = replace(without_keys(inputs, k_len), visibility=sight)
-        config = replace(scores_alone(self.config), protected=())  # the others are judged in the whole sequence
-        mask = self.backend.select(replace(self.own, inputs=inputs), config)
-        if self.claims is not None:
-            mask |= replace(mask, bits=self.claims)
+        config = replace(self.config, protected=())  # which are positions in the whole sequence
+        mask = self.backend.select(replace(self.own, inputs=inputs, probed=probed), config)
         return mask | self._protected(sight) if self.config.protected else mask
 
     def _protected(self, sight: Visibility) -> BlockMask:

@@ -31,7 +31,7 @@ class SpargeAttention:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
     CATEGORY = "model_patches/attention"
-    DESCRIPTION = "Training-free sparse attention. Higher gap and lower threshold: closer to dense, slower."
+    DESCRIPTION = "Training-free sparse attention. Higher gap and lower share: closer to dense, slower."
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802 (ComfyUI's name)
@@ -39,8 +39,8 @@ class SpargeAttention:
         return {
             "required": {
                 "model": ("MODEL",),
-                "gap": ("FLOAT", {"default": 5.0, "min": 0.0, "max": 50.0, "step": 0.5}),
-                "threshold": ("FLOAT", {"default": 0.003, "min": 0.0, "max": 1.0, "step": 0.001}),
+                "gap": ("FLOAT", {"default": SparseConfig.gap, "min": 0.0, "max": 50.0, "step": 0.5}),
+                "share": ("FLOAT", {"default": SparseConfig.probe, "min": 0.0, "max": 1.0, "step": 0.0001}),
                 "text_before": tokens,
                 "text_after": tokens,
                 "dense_steps": ("INT", {"default": 0, "min": 0, "max": 1000}),
@@ -48,11 +48,11 @@ class SpargeAttention:
         }
 
     def apply(
-        self, model: Any, gap: float, threshold: float, text_before: int, text_after: int, dense_steps: int
+        self, model: Any, gap: float, share: float, text_before: int, text_after: int, dense_steps: int
     ) -> tuple[Any]:
         """A copy of the model with sparge as its attention; text tokens at either end are seen by all, and see all."""
         text = [(0, text_before)] * bool(text_before) + [(-text_after, None)] * bool(text_after)
-        config = SparseConfig(gap=gap, threshold=threshold, protected=tuple(text))
+        config = SparseConfig(gap=gap, probe=share, protected=tuple(text))
         changed = model.clone()
         options = changed.model_options.setdefault("transformer_options", {})
         changed.model_options["transformer_options"] = {**options, OVERRIDE: Override(config, dense_steps)}

@@ -1,18 +1,18 @@
 """The "probe" rule: a few rows of each query block are scored exactly against every key they see.
 
 A program takes ROWS sampled rows (ROWS / PROBES query blocks) of one head and walks their keys once, STEP at a time. It
-leaves the logarithm of each block's weight in scratch of its own, which stays in L2, and compares it with the rows'
-totals when these are known. Programs stay and take tile after tile, so that the scratch does not grow with the problem.
+leaves the logarithm of each block's weight in scratch of its own, which stays in L2, and makes shares of it when the
+rows' totals are known. Programs stay and take tile after tile, so that the scratch does not grow with the problem.
 """
 
 import triton
 import triton.language as tl
 
-from sparge.backends.triton._prepare import head_row, sequence, slot_of
-from sparge.backends.triton._select import WORD, pack_words
+from sparge.backends.triton._prepare import sequence
+from sparge.backends.triton._select import WORD, share_row
 
-LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "words", "left",
-           "right", "tiles", "all_tiles"]  # fmt: skip
+LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "share_rows", "words", "left",
+           "right", "tiles", "all_tiles", "first_head"]  # fmt: skip
 
 
 @triton.jit
@@ -50,32 +50,33 @@ def probe_keys(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def probe(
-    Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, SHARE,  # inputs; SHARE: the setting per query head
+    Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS,  # inputs
     LOGS,  # scratch: float32 [programs, ROWS, key blocks, rounded up to whole words]
-    BITS,  # output: int32 [BH, query blocks, words]
-    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, words, left, right, tiles, all_tiles, scale,
+    SHARES,  # output: float16 [heads from first_head on, share_rows, key blocks, rounded up]; see share_row
+    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, share_rows, words, left, right, tiles, all_tiles, first_head,
+    scale,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PROBES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, HAS_VALID: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     for n in range(tl.program_id(0), all_tiles, tl.num_programs(0)):
         probe_tile(
-            Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, SHARE, LOGS + tl.program_id(0).to(tl.int64) * ROWS * words * WORD,
-            BITS, n % tiles, n // tiles, heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, words,
-            left, right, scale, q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
+            Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, LOGS + tl.program_id(0).to(tl.int64) * ROWS * words * WORD,
+            SHARES, n % tiles, first_head + n // tiles, heads, kv_heads, q_len, k_len, q_tokens, k_tokens, share_rows,
+            words, left, right, first_head, scale, q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
             D, DP, BQ, BK, PROBES, ROWS, STEP, HAS_VALID, PACKED,
         )  # fmt: skip
 
 
 @triton.jit
 def probe_tile(
-    Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, SHARE, LOGS, BITS, tile, bh,
-    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, words, left, right, scale,
+    Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, LOGS, SHARES, tile, bh,
+    heads, kv_heads, q_len, k_len, q_tokens, k_tokens, share_rows, words, left, right, first_head, scale,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PROBES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, HAS_VALID: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that ROWS sampled rows of one head claim."""
+    """The shares that ROWS sampled rows of one head give to the key blocks, averaged over each query block."""
     QUERY_BLOCKS: tl.constexpr = ROWS // PROBES
     wide = bh.to(tl.int64)
     batch, head = wide // heads, wide % heads
@@ -115,18 +116,18 @@ def probe_tile(
         )  # fmt: skip
     tl.debug_barrier()  # every thread's logarithms are written before another reads them
 
-    # A row that sees nothing, or whose total is NaN, claims nothing.
-    least = best + tl.log2(total) + tl.log2(tl.load(SHARE + head))
+    log_total = best + tl.log2(total)
     query_block = tile * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
-    slot = head_row(batch, head, heads, PACKED) * q_slots + slot_of(first_row, batch, BQ, PACKED)
+    place = SHARES + (share_row(bh, batch, head, first_row, share_rows, first_head, BQ, PACKED) + query_block) * width
+    there = (query_block * BQ < q_len)[:, None]
     for word in range(words):
         column = word * WORD + tl.arange(0, WORD)
         walked = (column * BK >= begin) & (column * BK < end)
         logs = tl.load(LOGS + i[:, None] * width + column[None, :], mask=walked[None, :], other=float("-inf"))
-        claimed = (logs > least[:, None]) & real[:, None]
-        keep = tl.max(tl.reshape(claimed.to(tl.int32), [QUERY_BLOCKS, PROBES, WORD]), 1) != 0
-        tl.store(
-            BITS + (slot + query_block)[:, None] * words + word + tl.arange(0, 1)[None, :],
-            pack_words(keep), mask=(query_block * BQ < q_len)[:, None],
-        )  # fmt: skip
+        share = tl.exp2(logs - log_total[:, None])
+        share = tl.where(share == share, share, 0.0)  # a row that sees nothing, or whose total is NaN
+        share = (tl.sum(tl.reshape(share, [QUERY_BLOCKS, PROBES, WORD]), 1) / PROBES).to(tl.float16)
+        tl.store(place[:, None] + width + column[None, :], share, mask=there)
+        # Nothing stands before the first block: it stands there itself.
+        tl.store(place[:, None] + column[None, :], share, mask=there & (query_block == 0)[:, None])
     tl.debug_barrier()  # all have read before the next tile's logarithms come

@@ -13,9 +13,36 @@ far, in scratch that stays in L2 (STORED); if there is no room they compute it a
 import triton
 import triton.language as tl
 
+from sparge import probing
 from sparge.backends.triton._prepare import SEQUENCE_TILE, head_row, sequence, slot_of
 
 WORD = tl.constexpr(32)
+NEIGHBOUR = tl.constexpr(probing.NEIGHBOUR)
+FULL_LENGTH = tl.constexpr(probing.FULL_LENGTH)
+
+
+@triton.jit
+def share_row(bh, batch, head, first_row, share_rows, first_head, BQ: tl.constexpr, PACKED: tl.constexpr):
+    """Where a sequence's rows of shares start: first what stands before its first query block, then its blocks."""
+    if PACKED:
+        start = head * share_rows + slot_of(first_row, batch, BQ, PACKED) + batch
+    else:
+        start = (bh - first_head).to(tl.int64) * share_rows
+    return start
+
+
+@triton.jit
+def probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK: tl.constexpr):
+    """What rows computed exactly give to each block of a chunk, [query blocks, CHUNK]; those of the block before count.
+
+    SHARES points to what stands before query block 0.
+    """
+    block = first + tl.arange(0, CHUNK)
+    inside = (query_block < q_blocks)[:, None] & (block < k_blocks)[None, :]
+    place = SHARES + query_block[:, None] * width + block[None, :]
+    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    return (own + NEIGHBOUR * before) / (1 + NEIGHBOUR)
 
 
 @triton.jit
@@ -175,10 +202,11 @@ def measure_chunk(
 @triton.jit
 def keep_chunk(
     query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
-    WEIGHTS, SHIFTS, theta, row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks, scale,
+    WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
+    first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
-    RIGHT_EDGE: tl.constexpr, STORED: tl.constexpr, WHOLE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr, USE_PROBE: tl.constexpr, STORED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of a chunk are kept, packed: what any sub-row claims, and what is always kept."""
     QUERY_BLOCKS: tl.constexpr = query.shape[0] // Q_SUBS
@@ -203,6 +231,15 @@ def keep_chunk(
     if PROTECT:
         column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
     keep = tl.max(tl.reshape(claimed.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
+    if USE_PROBE:
+        # Rows without a total, and blocks that are not judged, add nothing.
+        share = weight * to_share[:, None]
+        if not WHOLE:
+            judged = seen & similar[None, :] if JUDGE else seen
+            share = tl.where(judged, share, 0.0)
+        share = tl.sum(tl.reshape(share, [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1)
+        share += probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK)
+        keep = keep | (share > asked)
     keep = keep | column_kept[None, :] | row_kept[:, None]
     if RIGHT_EDGE:
         start = (block * BK)[None, :]
@@ -214,19 +251,20 @@ def keep_chunk(
 
 
 LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "k_slots", "words", "left",
-           "right", "sinks", "tiles", "chunks", "first_row", "rows", "k_blocks", "bits_batch",
-           "bits_head"]  # fmt: skip
+           "right", "sinks", "tiles", "chunks", "share_rows", "first_head", "first_row", "rows", "k_blocks",
+           "bits_batch", "bits_head"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def select(
     Q_MEANS, K_MEANS, FILLED, BEFORE, UNBROKEN, Q_ENDS, K_ENDS,  # inputs; BEFORE and UNBROKEN: as in Visibility
     V_FINITE, Q_SIMILARITY, K_SIMILARITY, Q_PROTECTED, K_PROTECTED,
-    THRESHOLD, GAP, CDF, TOPK, THETA,  # settings per query head
+    THRESHOLD, GAP, CDF, TOPK, PROBE, THETA,  # settings per query head
     WEIGHTS, SHIFTS,  # scratch: float32 [programs, chunks, ROWS, CHUNK], [programs, chunks, ROWS]
-    BITS,  # output: int32 [BH, query blocks, words]; with USE_PROBE holds what the probe claims
+    SHARES,  # as the probe left them
+    BITS,  # output: int32 [BH, query blocks, words]
     heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_slots, words, left, right, sinks, tiles, chunks,
-    scale,
+    share_rows, first_head, scale,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
@@ -238,7 +276,7 @@ def select(
     QUERY_BLOCKS: tl.constexpr = ROWS // Q_SUBS
     SUB_ROWS: tl.constexpr = BQ // Q_SUBS
     tile = tl.program_id(0) % tiles
-    bh = tl.program_id(0) // tiles
+    bh = first_head + tl.program_id(0) // tiles
     head = bh % heads
     batch = (bh // heads).to(tl.int64)
     kv_head = head // (heads // kv_heads)
@@ -355,6 +393,15 @@ def select(
 
     # Last walk: compare, let any sub-row claim the block, add what is always kept, pack.
     query_block = tile * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
+    to_share, asked, width = total, 0.0, words * WORD
+    if USE_PROBE:
+        # Shares are means over the sub-rows that judge anything; twice the mean of both kinds is compared.
+        judges = (total > 0).to(tl.float32)
+        mates = tl.sum(tl.reshape(judges, [QUERY_BLOCKS, Q_SUBS]), 1)
+        mates = tl.reshape(tl.broadcast_to(mates[:, None], [QUERY_BLOCKS, Q_SUBS]), [ROWS])
+        to_share = tl.where(broken, 0.0, judges / (tl.where(total > 0, total, 1.0) * tl.maximum(mates, 1.0)))
+        asked = 2 * tl.load(PROBE + head) / tl.sqrt(tl.maximum(k_len, FULL_LENGTH).to(tl.float32) / FULL_LENGTH)
+        SHARES += share_row(bh, batch, head, first_row, share_rows, first_head, BQ, PACKED) * width
     block_top = query_block * BQ + offset
     block_bottom = tl.minimum((query_block + 1) * BQ, q_len) - 1 + offset
     row_kept = tl.zeros([QUERY_BLOCKS], tl.int1)
@@ -370,24 +417,22 @@ def select(
     for first in range(0, whole, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
-            WEIGHTS, SHIFTS, theta, row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks,
-            scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, True,
+            WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
+            first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
+            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, True,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
         there = (query_block < q_blocks)[:, None]
-        if USE_PROBE:
-            packed = packed | tl.load(place[:, None] + word[None, :], mask=there, other=0)
         tl.store(place[:, None] + word[None, :], packed, mask=there)
     for first in range(whole, k_blocks, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
-            WEIGHTS, SHIFTS, theta, row_kept, block_top, block_bottom, first, k_blocks, k_slots, k_len, right, sinks,
-            scale, D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, STORED, False,
+            WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
+            first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
+            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, False,
         )  # fmt: skip
         word = first // WORD + tl.arange(0, CHUNK // WORD)
         present = (query_block < q_blocks)[:, None] & (word < words)[None, :]
-        if USE_PROBE:
-            packed = packed | tl.load(place[:, None] + word[None, :], mask=present, other=0)
         tl.store(place[:, None] + word[None, :], packed, mask=present)
     if PACKED:  # a shorter sequence has fewer key blocks than there are bits
         for word in range(tl.cdiv(k_blocks, CHUNK) * (CHUNK // WORD), words):

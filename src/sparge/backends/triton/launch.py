@@ -19,17 +19,21 @@ from sparge.backends.triton.plans import (
     MaskBits,
     Operands,
     PreparePlan,
+    SelectedHeads,
+    SelectPlan,
     attend_plan,
     prepare_plan,
     select_plan,
 )
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
-from sparge.config import SCORE_RULES, SparseConfig
+from sparge.config import RULES, SparseConfig
 from sparge.inputs import Inputs, Sample
+from sparge.probing import SHARE_DTYPE
 from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit, widened
 from sparge.stages import Blocks, Output
 from sparge.visibility import Visibility
+from sparge.words import WORD
 
 MAX_FLOAT32_DIM = 128
 SAMPLING = ("SAMPLE", "REPAIR")  # the kinds of preparation that find means and scales
@@ -262,19 +266,33 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
-        *(setting(config, name, inputs, name in config.rule) for name in SCORE_RULES),
-        setting(config, "similarity", inputs, config.similarity is not None), *scratch, bits,
+        *(setting(config, name, inputs, name in config.rule) for name in RULES),
+        setting(config, "similarity", inputs, config.similarity is not None), *scratch,
     )  # fmt: skip
-    if plan.probe is not None:
-        valid = q if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
-        probed = (
-            q, inputs.key, valid, either(sight.unbroken, q), *sequence_ends(inputs),
-            setting(config, "probe", inputs, True), q.new_empty(plan.logs, dtype=torch.float32), bits,
-        )  # fmt: skip
-        plan.probe(probed, addresses_of(probed))
-    plan.launch(tensors, addresses_of(tensors))
+    logs = q.new_empty(plan.logs, dtype=torch.float32) if plan.logs else q
+    for part in plan.parts:
+        shares = _shares(blocks, plan, part, logs)
+        everything = (*tensors, shares, bits)
+        part.select(everything, addresses_of(everything))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
     return BlockMask(bits, q_len, sight.k_len, config.block, sight)
+
+
+def _shares(blocks: Blocks, plan: SelectPlan, part: SelectedHeads, logs: Tensor) -> Tensor:
+    """What rows computed exactly attend to, of some heads; a ring knows it already."""
+    inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
+    if part.probe is None:
+        return q
+    width = plan.words * WORD
+    if blocks.probed is not None:
+        known = torch.nn.functional.pad(blocks.probed, (0, width - blocks.probed.shape[3]))
+        return known.flatten(0, 1)[part.first : part.stop].contiguous()
+    heads = part.stop - part.first if inputs.packing is None else plan.sizes.heads
+    shares = q.new_empty(heads, plan.share_rows, width, dtype=SHARE_DTYPE)
+    valid = q if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
+    tensors = (q, inputs.key, valid, either(sight.unbroken, q), *sequence_ends(inputs), logs, shares)
+    part.probe(tensors, addresses_of(tensors))
+    return shares
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,6 +30,7 @@ LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
 KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
 WEIGHT_BYTES = 1 << 27  # of predicted weights kept for a search's walks; longer problems compute them again
+SHARE_BYTES = 1 << 28  # of shares that the probe leaves at once; longer problems take several launches
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -42,14 +43,24 @@ class PreparePlan:
 
 
 @dataclass(frozen=True)
+class SelectedHeads:
+    """Some heads whose shares fit the scratch: probe them, then select."""
+
+    first: int
+    stop: int
+    probe: Launch | None
+    select: Launch
+
+
+@dataclass(frozen=True)
 class SelectPlan:
     sizes: Sizes
     words: int
     weights: int  # kept between walks; 0: they are computed again
     shifts: int
     logs: int  # kept by the probe
-    launch: Launch
-    probe: Launch | None
+    share_rows: int  # of each head that the probe leaves
+    parts: tuple[SelectedHeads, ...]
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
         tuning["num_stages"] = 2  # with three, one program per multiprocessor
     numbers = (
         size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, size.k_slots,
-        words, *reach(problem), config.sinks, tiles, chunks, problem.scale * LOG2_E,
+        words, *reach(problem), config.sinks, tiles, chunks,
     )  # fmt: skip
     constants = {
         "D": size.dim, "DP": size.dp, "BQ": rows, "BK": keys, "Q_SUBS": a, "K_SUBS": b,
@@ -154,24 +165,39 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
         "JUDGE": config.similarity is not None, "PROTECT": bool(config.protected),
         "PACKED": problem.packing is not None, "STORED": stored, **tuning,
     }  # fmt: skip
-    launch = Launch(kernels.select, programs, numbers, constants)
-    logs, probe = _probe(problem, config, size, words, chip) if "probe" in config.rule else (0, None)
-    return SelectPlan(size, words, stored * shifts * tuning["CHUNK"], stored * shifts, logs, launch, probe)
+    probes, heads = "probe" in config.rule and not everything, size.batch * size.heads
+    share_rows = size.q_slots + (1 if problem.packing is None else size.batch)  # what stands before each sequence too
+    step = heads
+    if probes and problem.packing is None:
+        step = min(heads, max(1, SHARE_BYTES // (2 * share_rows * words * WORD)))
+    parts, logs = [], 0
+    for first in range(0, heads, step):
+        here = min(step, heads - first)
+        select = Launch(kernels.select, tiles * here, (*numbers, share_rows, first, problem.scale * LOG2_E), constants)
+        probe = None
+        if probes:
+            count, probe = _probe(problem, config, size, words, share_rows, range(first, first + here), chip)
+            logs = max(logs, count)
+        parts.append(SelectedHeads(first, first + here, probe, select))
+    scratch = (stored * shifts * tuning["CHUNK"], stored * shifts, logs)
+    return SelectPlan(size, words, *scratch, share_rows, tuple(parts))
 
 
-def _probe(problem: Signature, config: SparseConfig, size: Sizes, words: int, chip: int) -> tuple[int, Launch]:
+def _probe(
+    problem: Signature, config: SparseConfig, size: Sizes, words: int, share_rows: int, heads: range, chip: int
+) -> tuple[int, Launch]:
     """How many numbers of scratch it takes, and the launch."""
     from sparge.backends.triton import _probe as kernels
 
     rows = size.q_blocks * config.probe_rows
     float32 = problem.dtype == torch.float32
-    tuning = probe_sizes(chip, size.dim, config.block[1], float32, rows * size.batch * size.heads)
+    tuning = probe_sizes(chip, size.dim, config.block[1], float32, rows * len(heads))
     tiles = -(-rows // tuning["ROWS"])
-    all_tiles, per_program = tiles * size.batch * size.heads, tuning["ROWS"] * words * WORD
+    all_tiles, per_program = tiles * len(heads), tuning["ROWS"] * words * WORD
     programs = min(all_tiles, PROBE_PROGRAMS, max(1, WEIGHT_BYTES // (4 * per_program)))
     numbers = (
-        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.q_slots, words,
-        *reach(problem), tiles, all_tiles, problem.scale * LOG2_E,
+        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, share_rows, words,
+        *reach(problem), tiles, all_tiles, heads.start, problem.scale * LOG2_E,
         *_strides(problem, problem.q_strides, problem.k_strides),
     )  # fmt: skip
     constants = {
