@@ -12,9 +12,11 @@ import torch
 from problems import problem
 from torch import Tensor
 
-from sparge import BlockMask, SparseConfig
+from sparge import BlockMask, SparseConfig, reference
+from sparge.backends.hopper import launch_probe
 from sparge.backends.hopper.launch import CHIP, HopperBackend
-from sparge.backends.triton.launch import TritonBackend
+from sparge.backends.triton.launch import TritonBackend, shares_of
+from sparge.backends.triton.plans import select_plan
 from sparge.inputs import Inputs, pack_inputs
 from sparge.packing import Packing
 
@@ -221,3 +223,108 @@ def test_what_the_kernel_does_not_take_is_said():
     assert "head_dim" in HOPPER.unsupported(problem(*(q[..., :32],) * 3), config)
     assert "blocks of" in HOPPER.unsupported(problem(q, q, q), replace(config, block=(64, 64)))
     assert "int8-fp8 only" in HOPPER.unsupported(problem(q, q, q), replace(config, quantization="none"))
+
+
+PROCESSORS = (132, 3)  # as many as there are; few, so that each program takes many tiles
+
+
+def shares_by_probe(inputs: Inputs, config: SparseConfig, processors: int) -> Tensor:
+    """`Blocks.probed` as Hopper's kernel leaves it, key blocks rounded up to whole words."""
+    ran = []
+
+    def own_probe(blocks, config, plan, part, shares):
+        shares.fill_(float("nan"))
+        ran.append(launch_probe.probe(blocks, config, plan, part, shares, processors))
+        return ran[-1]
+
+    blocks = HOPPER.summarize(inputs, config)
+    plan = select_plan(blocks.inputs.signature, config, CHIP)
+    shares = torch.cat([shares_of(blocks, config, plan, part, own_probe) for part in plan.parts])
+    assert all(ran)
+    return shares.unflatten(0, inputs.query.shape[:2])
+
+
+def assert_same_shares(inputs: Inputs, config: SparseConfig, processors: int = PROCESSORS[0]) -> None:
+    got, want = shares_by_probe(inputs, config, processors), reference.probe(inputs, config)
+    assert (got[..., want.shape[3] :] == 0).all()
+    # In float16 neighbours are a two-thousandth apart.
+    torch.testing.assert_close(got[..., : want.shape[3]].float(), want.float(), atol=2e-4, rtol=2e-3)
+
+
+def sampled_problem(q_len: int, k_len: int, dim: int, heads: int = 4, kv_heads: int = 2, batch: int = 1, tokens_first:
+                    bool = False, loud: float = 2.0, **settings) -> Inputs:  # fmt: skip
+    def normal(heads: int, tokens: int) -> Tensor:
+        if tokens_first:
+            return torch.randn(batch, tokens, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        return torch.randn(batch, heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
+
+    q, k = normal(heads, q_len), normal(kv_heads, k_len)
+    return problem(loud * q, k, torch.randn_like(k), **settings)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("probe_rows", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("block", "dim"),
+    [((64, 64), 128), ((128, 64), 64), ((128, 64), 128), ((128, 128), 80), ((192, 64), 64), ((256, 128), 128)],
+    ids=str,
+)
+def test_the_probe_gives_the_shares_of_the_oracle(block, dim, probe_rows, is_causal, watchdog):
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="none", block=block, rule="probe", probe_rows=probe_rows)
+    for q_len, k_len in ((1000, 1300), (1300, 1000), (1, 1), (2048, 2048)):
+        assert_same_shares(sampled_problem(q_len, k_len, dim, is_causal=is_causal), config)
+    many = sampled_problem(3000, 3000, dim, heads=40, kv_heads=8, batch=2, tokens_first=True, is_causal=is_causal)
+    for processors in PROCESSORS:  # two warpgroups
+        assert_same_shares(many, config, processors)
+
+
+@pytest.mark.parametrize("loud", [0.0, 1.0, 10.0, 100.0])
+def test_the_probe_of_long_keys(loud, watchdog):
+    """Scores that jump by more than the slack, or not at all."""
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="none", rule="probe")
+    inputs = sampled_problem(4000, 40_000, 128, heads=8, loud=loud, is_causal=True)
+    rising = torch.linspace(0.1, 3.0, 40_000, device="cuda")[:, None].bfloat16()
+    for key in (inputs.key, inputs.key * rising, inputs.key * rising.flip(0)):
+        for processors in PROCESSORS:
+            assert_same_shares(replace(inputs, key=key), config, processors)
+
+
+def test_the_probe_of_rows_that_are_not_finite(watchdog):
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="none", rule="probe", probe_rows=1)
+    inputs = sampled_problem(1024, 1024, 128, is_causal=True)
+    inputs.query[0, 0, 64::256] = float("nan")
+    inputs.key[0, 1, 700] = float("nan")
+    assert_same_shares(inputs, config)
+
+
+def test_any_problem_has_the_shares_of_the_oracle(watchdog):
+    rng = random.Random("probe")
+    torch.manual_seed(0)
+    for _ in range(300):
+        kv_heads, group, batch = rng.choice((1, 2, 8)), rng.choice((1, 2, 4)), rng.choice((1, 2))
+        q_len, k_len = rng.randint(1, 3000), rng.randint(1, 3000)
+        window = rng.choice((None, None, (None, rng.randint(0, 300))))
+        inputs = sampled_problem(
+            q_len, k_len, rng.choice((64, 128)), kv_heads * group, kv_heads, batch, rng.random() < 0.3,
+            rng.choice((0.5, 2.0, 8.0)), is_causal=window is None and rng.random() < 0.7, window=window,
+        )  # fmt: skip
+        config = SparseConfig(
+            quantization="none", rule="probe", block=(rng.choice((128, 192, 256)), rng.choice((64, 128))),
+            probe_rows=rng.choice((1, 2, 4, 8)),
+        )  # fmt: skip
+        assert_same_shares(inputs, config, rng.choice((132, 40, 7, 1)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_probe_keeps_what_the_portable_kernel_keeps(is_causal, watchdog):
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="none", rule=("gap", "probe"))
+    inputs = sampled_problem(6000, 6000, 128, heads=16, is_causal=is_causal)
+    blocks = HOPPER.summarize(inputs, config)
+    got, want = (backend.select(blocks, config).to_dense() for backend in (HOPPER, PORTABLE))
+    assert (got != want).float().mean() <= 1e-3  # ties
+    for _ in range(50):
+        assert torch.equal(HOPPER.select(blocks, config).bits, HOPPER.select(blocks, config).bits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 
 from sparge import SparseConfig
-from sparge.backends.hopper import launch
+from sparge.backends.hopper import launch, launch_probe
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
 
@@ -33,10 +34,14 @@ def compiled(
     )
 
 
-def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resources:
+def pose_as_hopper(monkeypatch) -> None:
     monkeypatch.setattr(launch, "capability", lambda device: ARCH)
     monkeypatch.setattr("sparge.backends.triton.launch.capability", lambda device: ARCH)
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
+
+
+def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resources:
+    pose_as_hopper(monkeypatch)
     backend, noted = launch.HopperBackend(), []
     with aot.recorded_launches(noted):
         blocks = backend.summarize(inputs, config)
@@ -119,3 +124,74 @@ def test_the_kernel_for_16_bit_values_compiles_and_fits(
     assert f"m64n128k{32 if quantization == 'int8' else 16}.{scores}" in resources.ptx
     assert f"f32.{name}.{name}" in resources.ptx
     assert not resources.serialized
+
+
+def probe_launch(monkeypatch, inputs: Inputs, config: SparseConfig) -> tuple:
+    pose_as_hopper(monkeypatch)
+    backend, noted = launch.HopperBackend(), []
+    with aot.recorded_launches(noted):
+        backend.select(backend.summarize(inputs, config), config)
+    (found,) = (launched for launched in noted if launched[0].__name__ == "probe")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("block", "dim", "is_causal", "probe_rows", "heads", "warpgroups"),
+    [((128, 64), 128, True, 4, 80, 2), ((128, 64), 64, False, 2, 80, 2), ((192, 128), 128, False, 8, 80, 2),
+     ((256, 128), 80, True, 1, 2, 1), ((64, 64), 64, True, 4, 2, 1)],
+    ids=str,
+)  # fmt: skip
+def test_the_probe_compiles_and_fits(monkeypatch, block, dim, is_causal, probe_rows, heads, warpgroups):
+    query, key, value = (torch.empty(1, heads, 3000, dim, dtype=torch.bfloat16) for _ in range(3))
+    config = SparseConfig(quantization="none", block=block, rule="probe", probe_rows=probe_rows)
+    inputs = prepare_inputs(query, key, value, is_causal=is_causal)
+    kernel, args, kwargs = probe_launch(monkeypatch, inputs, config)
+    assert "hopper" in kernel.__module__
+    assert kwargs["WGS"] == warpgroups
+    resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    # Each consumer has a loop for steps that every row sees whole, and one for those that mask.
+    assert resources.spills_in_loops("HGMMA") == [0] * 2 * warpgroups
+    assert resources.spill_bytes == 0
+    assert not resources.serialized
+    assert "m64n128k16.f32.bf16.bf16" in resources.ptx
+    assert "cp.async.bulk.tensor" in resources.ptx
+
+
+PROBE = SparseConfig(quantization="none", rule="probe")
+ROOM = torch.empty(1, 2, 300, 136, dtype=torch.bfloat16)
+NOT_TAKEN = {
+    "float16": (ROOM[..., :128].half(), PROBE, {}),
+    "float32": (ROOM[..., :128].float(), PROBE, {}),
+    "wide": (ROOM, PROBE, {}),
+    "narrow": (ROOM[..., :32], PROBE, {}),
+    "strides": (ROOM.new_empty(1, 2, 300, 132)[..., :128], PROBE, {}),
+    "channels apart": (ROOM.new_empty(1, 2, 128, 304).mT[:, :, :300], PROBE, {}),
+    "address": (ROOM[..., 1:129], PROBE, {}),
+    "padding": (ROOM[..., :128], PROBE, {"attn_mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}),
+    "window": (ROOM[..., :128], PROBE, {"window": (100, 0)}),
+    "block of 32 keys": (ROOM[..., :128], replace(PROBE, block=(128, 32)), {}),
+    "scale 0": (ROOM[..., :128], PROBE, {"scale": 0.0}),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_what_the_probe_does_not_take_goes_to_the_portable_kernel(monkeypatch, case):
+    x, config, settings = NOT_TAKEN[case]
+    inputs = prepare_inputs(x, x, x, **settings)
+    assert not launch_probe.takes(inputs, config)
+    assert "triton" in probe_launch(monkeypatch, inputs, config)[0].__module__.split(".")
+
+
+def test_the_probe_of_packed_sequences_goes_to_the_portable_kernel(monkeypatch):
+    ends, x = torch.tensor([0, 100, 300], dtype=torch.int32), torch.empty(300, 2, 128, dtype=torch.bfloat16)
+    inputs = pack_inputs(x, x, x, Packing(ends, ends), (200, 200), True, None, None, False)
+    assert not launch_probe.takes(inputs, PROBE)
+    assert "triton" in probe_launch(monkeypatch, inputs, PROBE)[0].__module__.split(".")
+
+
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"window": (None, 10)}, {"scale": -1.0}], ids=str)
+def test_what_the_probe_takes(monkeypatch, settings):
+    x = ROOM.transpose(1, 2).contiguous().transpose(1, 2)[..., :128]  # channels of all heads next to each other
+    inputs = prepare_inputs(x, x, x, **settings)
+    assert "hopper" in probe_launch(monkeypatch, inputs, PROBE)[0].__module__.split(".")

@@ -12,6 +12,7 @@ from sparge.quantization import (
     quantize_queries,
     quantize_values,
     sampled,
+    sampled_mean,
     sixteen_bit,
     to_int8,
 )
@@ -68,29 +69,66 @@ def test_keys_have_one_scale_per_64(length):
         assert ((integers[:, :, part] * step - rotated[:, :, part]).abs() <= 0.5001 * step).all()
 
 
-def assert_e4m3_of(quantized, scale, value):
+def assert_e4m3_of(quantized, scale, mean, value):
     """Three mantissa bits; the smallest subnormal step."""
-    error = (quantized.float() * scale[:, :, None] - value).abs()
-    assert (error <= value.abs() / 16 + scale[:, :, None] * 2**-9).all()
+    smoothed = value - mean[:, :, None]
+    error = (quantized.float() * scale[:, :, None] - smoothed).abs()
+    assert (error <= smoothed.abs() / 16 + scale[:, :, None] * 2**-9).all()
 
 
 def test_value_scales_are_powers_of_two_that_leave_room():
     value = randn(0, 2, 3, 100, 16) * torch.logspace(-4, 4, 16)
-    quantized, scale = quantize_values(value)
+    quantized, scale, mean = quantize_values(value)
     assert quantized.dtype == torch.float8_e4m3fn
-    assert scale.shape == (2, 3, 16)
+    assert scale.shape == mean.shape == (2, 3, 16)
     assert (scale.log2() % 1 == 0).all()
-    largest = quantized.float().abs().amax(2)
-    assert ((largest >= 16) & (largest <= 32)).all()
-    assert_e4m3_of(quantized, scale, value)
+    largest = value.abs().amax(2) / scale
+    assert ((largest >= 16) & (largest < 32)).all()
+    assert quantized.float().abs().max() <= 64
+    assert_e4m3_of(quantized, scale, mean, value)
+
+
+def test_values_lose_about_their_mean_and_the_first_token_nothing_else():
+    value = randn(0, 2, 3, 100, 16) * torch.logspace(-4, 4, 16) + randn(1, 2, 3, 1, 16)
+    quantized, scale, mean = quantize_values(value)
+    exact, first = value.mean(2), value[:, :, 0]
+    assert ((mean - exact).abs() <= (exact - first).abs() / 16 + scale * 2**-9).all()
+    assert not torch.allclose(mean, exact)
+    restored = quantized[:, :, 0].float() * scale + mean
+    assert ((restored - first).abs() <= 1e-6 * value.abs().amax(2)).all()
+
+
+def test_values_that_are_all_equal_are_their_mean():
+    value = randn(0, 2, 3, 1, 16).expand(-1, -1, 5000, -1)
+    quantized, _, mean = quantize_values(value)
+    assert torch.equal(mean, value[:, :, 0])
+    assert not quantized.float().any()
+
+
+@pytest.mark.parametrize("hidden", [0, 7])
+def test_hidden_values_do_not_count(hidden):
+    """Nor does the first token, where it is hidden: then the mean itself is rounded."""
+    value, valid = randn(0, 2, 3, 100, 16) + 3.0, torch.ones(2, 100, dtype=torch.bool)
+    valid[1, hidden] = False
+    results = []
+    for garbage in (0.0, 1e4, *BROKEN):
+        value[1, :, hidden] = garbage
+        results.append(quantize_values(value, valid))
+    quantized, _, mean = results[0]
+    assert not quantized[1, :, hidden].float().any()
+    exact = sampled_mean(value, valid)
+    assert ((mean - exact).abs() <= exact.abs() / 8).all()
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert torch.equal(got.float(), want.float())
 
 
 @pytest.mark.parametrize("factor", [1.0, 10.0, 1e5, 1e30])
 def test_values_outside_the_sample_are_within_range_too(factor):
     value = randn(0, 1, 2, 64 * 70, 4)
     value[0, 1, 64 * 3 + 5, 2] = factor * value[0, 1, :, 2].abs().max()  # every second 64 tokens are sampled
-    quantized, scale = quantize_values(value)
-    assert_e4m3_of(quantized, scale, value)
+    quantized, scale, mean = quantize_values(value)
+    assert_e4m3_of(quantized, scale, mean, value)
     assert torch.equal(scale[0, 0], quantize_values(value[:, :1])[1][0, 0])
 
 
@@ -105,31 +143,33 @@ def test_the_sample_is_spread_and_bounded():
 
 @pytest.mark.parametrize("quantize", [quantize_queries, quantize_keys, quantize_values])
 def test_zeros_stay_zeros(quantize):
-    quantized, scale = quantize(torch.zeros(1, 1, 70, 16))
+    quantized, *others = quantize(torch.zeros(1, 1, 70, 16))
     assert not quantized.float().any()
-    assert torch.isfinite(scale).all()
+    assert all(torch.isfinite(x).all() for x in others)
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_number_spoils_its_own_scale_and_no_other(broken):
+@pytest.mark.parametrize("token", [0, 130])
+def test_a_broken_number_spoils_its_own_scale_and_no_other(broken, token):
     x = randn(0, 2, 2, 200, 16)
-    x[1, 0, 130, 5] = broken
+    x[1, 0, token, 5] = broken
 
     _, scale = quantize_queries(x)
     want = torch.zeros(2, 2, 200, dtype=torch.bool)
-    want[1, 0, 130] = True
+    want[1, 0, token] = True
     assert torch.equal(scale.isnan(), want)
 
     _, scale = quantize_keys(x)
     want = torch.zeros(2, 2, 4, dtype=torch.bool)
-    want[1, 0, 2] = True
+    want[1, 0, token // 64] = True
     assert torch.equal(scale.isnan(), want)
 
-    quantized, scale = quantize_values(x)
+    quantized, scale, mean = quantize_values(x)
     want = torch.zeros(2, 2, 16, dtype=torch.bool)
     want[1, 0, 5] = True
     assert torch.equal(scale.isnan(), want)
     assert quantized.float().isfinite().all()
+    assert mean.isfinite().all()
 
 
 def test_sixteen_bit_values_keep_their_format_and_float32_cannot_overflow():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from problems import EXACT, plain_attention, problem, randn, relative_l1, run, seen_pairs, tensors, token_mask
 
 from sparge import BlockMask, SparseConfig, reference
+from sparge import quantization as fmt
 from sparge.probing import share_asked, with_blocks_before
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -218,7 +219,7 @@ def test_the_probe_keeps_blocks_by_what_rows_and_means_give_them(sight):
     seen = seen_pairs(150, 230, **sight)[:, None]
     share = torch.where(seen, query @ key.mT * inputs.scale, -torch.inf).softmax(-1).nan_to_num()
     share = torch.nn.functional.pad(share, (0, 26)).unflatten(-1, (8, 32)).sum(-1)
-    rows = torch.stack([share[:, :, rows].mean(2) for rows in ([16, 48], [80, 112], [144, 149])], 2)
+    rows = torch.stack([share[:, :, rows].mean(2) for rows in ([31, 63], [95, 127], [149, 149])], 2)
     rows = (rows + 0.5 * rows[:, :, [0, 0, 1]]) / 1.5
     blocks = reference.summarize(inputs, config)
     scores, visible = reference.block_scores(blocks, 0, 3), inputs.visibility.blocks(64, 32)
@@ -232,7 +233,7 @@ def test_the_probe_keeps_blocks_by_what_rows_and_means_give_them(sight):
 
 def test_the_probe_finds_a_key_that_means_hide():
     q, k, v = (0.1 * randn(seed, 1, 1, 256, 16) for seed in range(3))
-    q[0, 0, 64 + 16], k[0, 0, 7], k[0, 0, 8] = 6.0, 6.0, -6.0  # a row of the second block looks for one key
+    q[0, 0, 64 + 31], k[0, 0, 7], k[0, 0, 8] = 6.0, 6.0, -6.0  # a row of the second block looks for one key
     k[0, 0, 40] += 1.0  # what means take for the best is elsewhere
     inputs = problem(q, k, v)
     means = SparseConfig(rule="gap", gap=0.001, subblocks=(1, 1), sinks=0, block=(64, 32), quantization="none")
@@ -486,6 +487,33 @@ def test_quantised_keys_are_smoothed(mode):
     torch.testing.assert_close(moved.lse, want, atol=5e-3, rtol=0)
     unsmoothed, _ = reference.dense(problem(q, k + shift, v, scale=0.1))
     assert relative_l1(moved.values, unsmoothed) < 0.05
+
+
+def test_a_constant_value_comes_out_exact():
+    """Nothing is left to round once it has lost its mean. Rows that see no key stay 0."""
+    q, k, v = tensors(23, batch=2, heads=4, kv_heads=2, q_len=150, k_len=100, dim=64)
+    v = (v[:, :, :1] + 5.0).expand_as(v)
+    got = run("reference", problem(q, k, v, is_causal=True), replace(EXACT, quantization="int8-fp8"))
+    assert torch.equal(got.values[:, :, 50:], v.repeat_interleave(2, 1))
+    assert not got.values[:, :, :50].any()
+    assert (got.lse[:, :, :50] == -math.inf).all()
+
+
+def test_the_first_token_comes_out_exact_where_it_has_all_the_weight():
+    q, k, v = tensors(24, q_len=100, dim=64)
+    q, k[:, :, 0], v[:, :, 0] = q.abs() + 0.1, 50.0, v[:, :, 0] / 100
+    got = run("reference", problem(q, k, v, scale=1.0), replace(EXACT, quantization="int8-fp8"))
+    torch.testing.assert_close(got.values, v[:, :, :1].expand_as(v), atol=1e-5, rtol=0)
+
+
+def test_smoothing_saves_what_rounding_would_take_from_values_far_from_zero(monkeypatch):
+    q, k, v = tensors(25, q_len=300, dim=64)
+    inputs, config = problem(q, k, v + 6.0, is_causal=True), replace(EXACT, quantization="int8-fp8")
+    want, smoothed = reference.dense(inputs)[0], run("reference", inputs, config)
+    take = fmt.value_scale_and_mean
+    monkeypatch.setattr(fmt, "value_scale_and_mean", lambda *x: (take(*x)[0], torch.zeros_like(take(*x)[1])))
+    plain = run("reference", inputs, config)
+    assert relative_l1(smoothed.values, want) < 0.4 * relative_l1(plain.values, want)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int8-fp8"])

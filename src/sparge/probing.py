@@ -20,9 +20,12 @@ FULL_LENGTH = 8192  # keys from which on the share asked for falls
 
 
 def probe_positions(q_len: int, block_rows: int, count: int, device: torch.device) -> Tensor:
-    """int64 [query blocks, count]: sampled rows, spread over each block, or its last row where it ends early."""
+    """int64 [query blocks, count]: sampled rows, spread over each block up to its last row.
+
+    So the last row of a prompt, which says what comes next, is always among them.
+    """
     first = torch.arange(0, q_len, block_rows, device=device)[:, None]
-    inside = (2 * torch.arange(count, device=device) + 1) * block_rows // (2 * count)
+    inside = (torch.arange(count, device=device) + 1) * block_rows // count - 1
     return (first + inside).clamp(max=q_len - 1)
 
 

@@ -33,6 +33,7 @@ class Quantized:
     key_mean: Tensor  # float32 [B, Hkv, D], of sampled keys: what smoothing took away
     value: Tensor  # fp16 / bf16 ("int8") or e4m3 ("int8-fp8") [B, Hkv, Nk, Dv]
     value_scale: Tensor | None  # float32 [B, Hkv, Dv], for e4m3: powers of two
+    value_mean: Tensor | None = None  # float32 [B, Hkv, Dv], for e4m3: what every value lost, and the output gets back
     lse_term: Tensor | None = None  # float32 [B, Hq, Nq]: scale * q . key_mean, for backends that add it in the kernel
     values_transposed: bool = False  # value is [B, Hkv, Dv, Nk]
 
@@ -89,6 +90,15 @@ def sampled(x: Tensor) -> Tensor:
     return torch.where(few.isfinite(), few, 0.0)
 
 
+def sampled_mean(x: Tensor, valid: Tensor | None) -> Tensor:
+    """float32 [B, H, D]: the mean of the valid tokens in a sample."""
+    if valid is None:
+        return sampled(x).mean(2)
+    there = valid[:, None, :, None]
+    mean: Tensor = sampled(torch.where(there, x, 0.0)).sum(2) / sampled(there).sum(2).clamp(min=1)
+    return mean
+
+
 def _power_below(x: Tensor) -> Tensor:
     """The largest power of two that is not above x, or 0 below the normal numbers."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -99,9 +109,18 @@ def value_max(value: Tensor) -> Tensor:
     return value.abs().amax(2).float()
 
 
-def value_scale(sample: Tensor, largest: Tensor) -> Tensor:
-    """One per channel, [B, H, Dv]: a power of two well above the sampled values, or from all of them if need be."""
-    return widened((_power_below(sampled(sample).abs().amax(2)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE), largest)
+def value_scale_and_mean(value: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both from a sample, [B, H, Dv]: a power of two well above its values, and what is taken from every value.
+
+    Tensor cores add e4m3 products with few bits, and lose most where all have one sign: hence the mean. In language
+    models the first token has most of the weight and next to no value, and must come out exact: what is taken is so far
+    from it that e4m3 holds the difference.
+    """
+    few = sampled(value if valid is None else torch.where(valid[:, None, :, None], value, 0.0))
+    scale = (_power_below(few.abs().amax(2)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
+    first = few[:, :, 0]
+    apart = (sampled_mean(value, valid) / scale - first / scale).to(torch.float8_e4m3fn).float()
+    return scale, first + apart * scale
 
 
 def widened(scale: Tensor, largest: Tensor) -> Tensor:
@@ -110,12 +129,19 @@ def widened(scale: Tensor, largest: Tensor) -> Tensor:
     return torch.where(largest <= FP8_MAX * scale, scale, exact)
 
 
-def quantize_values(value: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """e4m3 with one scale per channel, that of these values unless it is given."""
-    scale = value_scale(value, value_max(value)) if scale is None else scale
+def quantize_values(
+    value: Tensor, valid: Tensor | None = None, common: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """e4m3 with one scale and one mean per channel, and these; those of a longer sequence if they are given."""
+    scale, mean = value_scale_and_mean(value, valid) if common is None else common
+    smoothed = value.float() - mean[:, :, None]
+    if valid is not None:
+        smoothed = torch.where(valid[:, None, :, None], smoothed, 0.0)
+    if common is None:
+        scale = widened(scale, value_max(smoothed))
     per_token = scale[:, :, None]
-    ratio = torch.nan_to_num(torch.where(per_token > 0, value.float() / per_token, 0.0))
-    return ratio.to(torch.float8_e4m3fn), scale
+    ratio = torch.nan_to_num(torch.where(per_token > 0, smoothed / per_token, 0.0))
+    return ratio.to(torch.float8_e4m3fn), scale, mean
 
 
 def sixteen_bit(dtype: torch.dtype) -> torch.dtype:

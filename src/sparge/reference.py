@@ -72,7 +72,7 @@ def summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
 
     k_sums, k_counts = _whole_blocks(k_sums, b), _whole_blocks(k_counts, b)  # [B, Hkv, key blocks, b, D]
     sample = inputs.sample
-    key_mean = _sampled_mean(inputs.key, valid) if sample is None else _sampled_mean(sample.key, sample.valid)
+    key_mean = fmt.sampled_mean(inputs.key, valid) if sample is None else fmt.sampled_mean(sample.key, sample.valid)
     q_means = _whole_blocks(q_sums, a) / _whole_blocks(q_counts, a).clamp(min=1)
     k_means = k_sums / k_counts.clamp(min=1) - key_mean[:, :, None, None]
     k_means = torch.where(k_means.isfinite(), k_means, torch.nan)  # rows that see it cannot judge, and keep everything
@@ -135,16 +135,6 @@ def _whole_blocks(segments: Tensor, per_block: int) -> Tensor:
     return whole
 
 
-def _sampled_mean(key: Tensor, valid: Tensor | None) -> Tensor:
-    """float32 [B, Hkv, D]: the mean of the valid keys in a sample."""
-    if valid is None:
-        return fmt.sampled(key).mean(2)
-    there = valid[:, None, :, None]
-    few = fmt.sampled(torch.where(there, key, 0.0))
-    mean: Tensor = few.sum(2) / fmt.sampled(there).sum(2).clamp(min=1)
-    return mean
-
-
 def self_similarity(x: Tensor, size: int, mean: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
     """Mean cosine similarity of all pairs of rows in each block, float32 [B, H, blocks].
 
@@ -155,27 +145,26 @@ def self_similarity(x: Tensor, size: int, mean: Tensor | None = None, valid: Ten
 
 
 def _quantize(inputs: Inputs, key_mean: Tensor, mode: str) -> Quantized:
-    smoothed, value = inputs.key.float() - key_mean[:, :, None], inputs.value
-    if inputs.visibility.key_valid is not None:
-        valid = inputs.visibility.key_valid[:, None, :, None]
-        smoothed, value = torch.where(valid, smoothed, 0.0), torch.where(valid, value, 0.0)
+    smoothed, value, valid = inputs.key.float() - key_mean[:, :, None], inputs.value, inputs.visibility.key_valid
+    if valid is not None:
+        smoothed, value = (torch.where(valid[:, None, :, None], x, 0.0) for x in (smoothed, value))
     query, query_scale = fmt.quantize_queries(inputs.query)
     key, key_scale = fmt.quantize_keys(smoothed)
-    value_scale = None
+    value_scale = value_mean = None
     if mode == "int8-fp8":
-        value, value_scale = fmt.quantize_values(value, _common_scale(inputs))
+        value, value_scale, value_mean = fmt.quantize_values(value, valid, _common_scale_and_mean(inputs))
     else:
         value = value.to(fmt.sixteen_bit(value.dtype))
-    return Quantized(query, query_scale, key, key_scale, key_mean, value, value_scale)
+    return Quantized(query, query_scale, key, key_scale, key_mean, value, value_scale, value_mean)
 
 
-def _common_scale(inputs: Inputs) -> Tensor | None:
-    """The value scale of the longer sequence that these values are part of."""
+def _common_scale_and_mean(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Of the values of the longer sequence that these are part of."""
     sample = inputs.sample
     if sample is None or sample.value is None or sample.value_max is None:
         return None
-    few = sample.value if sample.valid is None else torch.where(sample.valid[:, None, :, None], sample.value, 0.0)
-    return fmt.value_scale(few, sample.value_max)
+    scale, mean = fmt.value_scale_and_mean(sample.value, sample.valid)
+    return fmt.widened(scale, sample.value_max + mean.abs()), mean
 
 
 # ---- stage 1b: predicted scores, rules, always-kept blocks
@@ -378,7 +367,10 @@ class RowState:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Normalised values and LSE. A row that saw nothing gives 0 and -inf; one that saw only -inf scores, NaN."""
-        values = torch.where(self.saw[..., None], self.values / self.sum[..., None], 0.0)
+        values = self.values / self.sum[..., None]
+        if self.blocks.quantized is not None and self.blocks.quantized.value_mean is not None:
+            values = values + _per_query_head(self.blocks.quantized.value_mean, self.inputs)[:, :, None]
+        values = torch.where(self.saw[..., None], values, 0.0)
         lse = torch.where(self.saw, self.maximum + self.sum.log(), -torch.inf)
         if self.blocks.quantized is not None:
             query = self.inputs.query[:, :, self.rows.start : self.rows.stop].float()

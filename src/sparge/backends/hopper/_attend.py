@@ -118,7 +118,7 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
-    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
+    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage; at the end, whether a row saw anything
     ticket: gl.shared_memory_descriptor  # [2, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -774,7 +774,7 @@ def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, wg: gl.cons
 
 
 @gluon.jit
-def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
+def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
                DV: gl.constexpr):  # fmt: skip
     """Divide, and write: through shared memory, so that a row's channels leave sixteen bytes at a time."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
@@ -787,9 +787,12 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, O
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
     v_scale = gl.load(V_SCALE + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
+    saw = (row_total != 0).to(gl.int32)
     out = acc * inverse
     if STAGED:
         s.exact.index(wg).store(out)
+        s.votes.index(wg).store(saw)
+        v_mean = gl.load(V_MEAN + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
     first_row = t.first_row + wg * ROWS
     wide = t.at.bh.to(gl.int64)
     at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
@@ -797,7 +800,13 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, O
     target = target + (t.at.q_first + at).to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
     if STAGED:
         out = s.exact.index(wg).load(FLAT)
+        saw = s.votes.index(wg).load(gl.SliceLayout(1, FLAT))
+    else:
+        saw = gl.convert_layout(saw, gl.SliceLayout(1, FLAT), assert_trivial=True)
     out = out * gl.expand_dims(v_scale, 0)
+    if not STAGED:  # a thread has many channels, and no registers for scales and means at once
+        v_mean = gl.load(V_MEAN + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
+    out += gl.where(gl.expand_dims(saw, 1) != 0, gl.expand_dims(v_mean, 0), 0.0)  # what smoothing took from each value
     gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < t.at.q_len) & gl.expand_dims(dv < DV, 0))
     if p.WRITE_LSE:
         rows = first_row + gl.arange(0, ROWS, ROW)
@@ -815,7 +824,7 @@ def note_skips(skipped, t, wg: gl.constexpr, p):
 
 
 @gluon.jit
-def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     LATE: gl.constexpr = p.WGS == 2 and p.DVP <= 128 and not p.SECOND  # three have too few registers
@@ -853,24 +862,24 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_hea
             note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, t, wg, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        store_rows(acc, total, best, t, wg, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
         tile = next_tile(turn, s)
 
 
 @gluon.jit
-def first_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
-    consumer(0, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+def first_consumer(p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    consumer(0, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
 
 
 @gluon.jit
-def second_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
-    consumer(1, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+def second_consumer(p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    consumer(1, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
 
 
 @gluon.jit
-def third_consumer(p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
-    consumer(2, p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+def third_consumer(p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
+    consumer(2, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
 
 
 LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks", "first_block", "k_blocks", "k_slots",
@@ -880,7 +889,7 @@ LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks
 @gluon.jit(do_not_specialize=LENGTHS)
 def attend(
     q_boxes, k_boxes, v_boxes,  # int8 [B Hq Nq, D] and [B Hkv padded, D]; e4m3 [B Hkv DVP, padded]
-    COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, LSE_TERM,
+    COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, V_MEAN, LSE_TERM,
     SKIPPED, EXACT, OUT, LSE,  # SKIPPED and TICKETS hold zeros
     heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
     left, right, scale, o_batch, o_head, o_row,
@@ -913,14 +922,14 @@ def attend(
     fence_async_shared()
     if WGS == 2:
         gl.warp_specialize([
-            (first_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
-            (second_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (first_consumer, (p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (second_consumer, (p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
             (producer, (q_boxes, k_boxes, v_boxes, p, s)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (first_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
-            (second_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
-            (third_consumer, (p, s, V_SCALE, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (first_consumer, (p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (second_consumer, (p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
+            (third_consumer, (p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)),
             (producer, (q_boxes, k_boxes, v_boxes, p, s)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends.hopper import launch_16bit
+from sparge.backends.hopper import launch_16bit, launch_probe
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.launch import (
     TritonBackend,
@@ -19,6 +19,7 @@ from sparge.backends.triton.launch import (
     no_skips,
     on_device,
     pieces,
+    select_by_parts,
     sequence_ends,
     setting,
 )
@@ -80,6 +81,13 @@ class HopperBackend(TritonBackend):
         if _warpgroups(config.block[0]) == 3 and inputs.value.shape[-1] > NARROW:
             return f"takes blocks of 128 or 256 rows with head_dim above {NARROW}, not {config.block}"
         return None if config.quantization in ("auto", "int8-fp8") else launch_16bit.refusal_of(inputs, config)
+
+    def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
+        device = blocks.inputs.query.device
+        with on_device(blocks.inputs.query):
+            return select_by_parts(
+                blocks, config, functools.partial(launch_probe.probe, processors=_processors(device))
+            )
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
@@ -195,6 +203,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     valid, second = inputs.visibility.key_valid, config.pv_threshold is not None
     assert copies is not None
     assert copies.value_scale is not None
+    assert copies.value_mean is not None
     q, output = inputs.query, inputs.empty_output()
     plan = _plan(
         inputs.signature, mask.block, second, MaskBits.of(bits), _strides(inputs, output), _processors(q.device)
@@ -215,8 +224,8 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         tensors = (
             counts, cuts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
             q if valid is None else valid.contiguous().view(torch.int8), *ends, blocks.v_finite.view(torch.int8),
-            setting(config, "pv_threshold", inputs, second), copies.value_scale, either(copies.lse_term, q),
-            skips, sums, output, either(lse, q),
+            setting(config, "pv_threshold", inputs, second), copies.value_scale, copies.value_mean,
+            either(copies.lse_term, q), skips, sums, output, either(lse, q),
         )  # fmt: skip
         part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
         if second:

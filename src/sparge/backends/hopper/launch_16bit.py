@@ -35,12 +35,12 @@ def refusal_of(inputs: Inputs, config: SparseConfig) -> str | None:
     if config.block[0] % TILE:
         return f"takes blocks of 128 or 256 rows with {config.quantization}, not {config.block}"
     tensors = (inputs.value,) if config.quantization == "int8" else (inputs.query, inputs.key, inputs.value)
-    if not all(_has_boxes(x) for x in tensors):
+    if not all(has_boxes(x) for x in tensors):
         return "needs channels next to each other and everything else 16 bytes apart"
     return None
 
 
-def _has_boxes(x: Tensor) -> bool:
+def has_boxes(x: Tensor) -> bool:
     """Whether TMA can read x: strides that count must be multiples of 16 bytes."""
     apart = [stride for stride, extent in zip(x.stride()[:3], x.shape, strict=False) if extent > 1]
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in apart)
@@ -57,7 +57,7 @@ def _box(columns: int, dtype: torch.dtype) -> tuple[Any, list[int], Any]:
     return TensorDescriptor, shape, gl.NVMMASharedLayout.get_default_for(shape, kind)
 
 
-def _boxes(x: Tensor, columns: int) -> Any:
+def boxes_of(x: Tensor, columns: int) -> Any:
     """A TMA descriptor of [batch, heads, tokens, channels]; channels beyond the last read as 0."""
     descriptor, shape, layout = _box(columns, x.dtype)
     # The stride of an extent of 1 does not count, but TMA refuses odd ones.
@@ -114,7 +114,7 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: in
         q, k, v, q_scale, k_scale = copies.query, copies.key, copies.value, copies.query_scale, copies.key_scale
         lse_term = q if copies.lse_term is None else copies.lse_term
     size = Sizes.of(inputs.signature, mask.block, copies is not None)
-    boxes = (_boxes(q, size.dp), _boxes(k, size.dp), _boxes(v, size.dvp))
+    boxes = (boxes_of(q, size.dp), boxes_of(k, size.dp), boxes_of(v, size.dvp))
     padding = q if valid is None else valid.contiguous().view(torch.int8)
 
     second = config.pv_threshold is not None

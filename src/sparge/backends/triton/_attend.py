@@ -224,7 +224,7 @@ LENGTHS = ["heads", "group_size", "q_len", "k_len", "q_tokens", "k_tokens", "k_b
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attend(
-    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, LSE_TERM, V_FINITE, VALID, Q_ENDS, K_ENDS, LAMBDA,  # inputs
+    Q, K, V, Q_SCALE, K_SCALE, V_SCALE, V_MEAN, LSE_TERM, V_FINITE, VALID, Q_ENDS, K_ENDS, LAMBDA,  # inputs
     COUNTS, CUTS, LISTS,
     OUT, LSE, SKIPPED,  # outputs
     scale, heads, group_size, q_len, k_len, q_tokens, k_tokens, k_blocks, k_slots, padded, first_block, blocks_here,
@@ -331,7 +331,9 @@ def attend(
     empty = saw == 0
     out = acc / tl.where(empty, 1.0, total)[:, None]
     if FORMAT == 2:
-        out = out * tl.load(V_SCALE + (batch * kv_heads + kv_head) * DV + dv, mask=dv < DV, other=0.0)[None, :]
+        channel = (batch * kv_heads + kv_head) * DV + dv
+        out = out * tl.load(V_SCALE + channel, mask=dv < DV, other=0.0)[None, :]
+        out += tl.load(V_MEAN + channel, mask=dv < DV, other=0.0)[None, :]  # what smoothing took from every value
         out = tl.where(empty[:, None], 0.0, out)
     place = OUT + batch * o_batch + head * o_head + (q_first + at)[:, None] * o_row + dv[None, :] * o_dim
     tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])

@@ -1,7 +1,7 @@
 """Preparation: one read of Q, K and V, and a sample of K and V before it.
 
-Work is cut into items, a range of tokens of one head. There are five kinds: `sample_head` (the mean that smooths the
-keys, the scales of V), `finish_queries`, `finish_keys` (block means, self-similarity, rotated int8 copies),
+Work is cut into items, a range of tokens of one head. There are five kinds: `sample_head` (the means that smooth keys
+and values, the scales of V), `finish_queries`, `finish_keys` (block means, self-similarity, rotated int8 copies),
 `finish_values` (finiteness; V transposed to e4m3) and `repair_values` (for the rare head whose values the sampled
 scales cannot hold).
 
@@ -183,18 +183,20 @@ def finite_or_zero(x):
 
 @triton.jit
 def sample_head(
-    K, V, VALID, COUNT, SUM, V_MAX, V_FINITE, part, k_len, blocks, k_row, k_dim, v_row, v_dim,
+    K, V, VALID, COUNT, SUM, V_MAX, V_SUM, V_FINITE, part, k_len, blocks, k_row, k_dim, v_row, v_dim,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     HAS_VALID: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One part of one head's sample: the sum of its keys, the largest values.
+    """One part of one head's sample: the sums of its keys and values, the largest values.
 
     Softmax does not care which vector is taken from every key, and e4m3 not how far below its limit the numbers are,
     so a sample will do; values that exceed the limit after all are found later, and repaired.
     """
+    APART: tl.constexpr = 16  # a thread holds every 16th row or more: it joins them alone, and keeps few registers
     d, dv, t = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, TILE)
     sums = tl.zeros([TILE, DP], tl.float32)
-    v_max = tl.zeros([TILE, DVP], tl.float32)
+    v_max = tl.zeros([APART, DVP], tl.float32)
+    v_sum = tl.zeros([APART, DVP], tl.float32)
     count = tl.zeros([TILE], tl.float32)
     tiles = tl.cdiv(k_len, TILE)
     stride = tl.maximum(tiles // SAMPLED_TILES, 1)
@@ -205,13 +207,16 @@ def sample_head(
         k = tl.load(K + at * k_row + d[None, :] * k_dim, mask=real[:, None] & (d < D)[None, :], other=0.0)
         if FP8:
             v = tl.load(V + at * v_row + dv[None, :] * v_dim, mask=real[:, None] & (dv < DV)[None, :], other=0.0)
-            v_max = tl.maximum(v_max, tl.abs(finite_or_zero(v.to(tl.float32))))
+            v = tl.reshape(finite_or_zero(v.to(tl.float32)), [TILE // APART, APART, DVP])
+            v_max = tl.maximum(v_max, tl.max(tl.abs(v), 0))
+            v_sum += tl.sum(v, 0)
         sums += finite_or_zero(k.to(tl.float32))
         count += real.to(tl.float32)
     tl.store(COUNT + part, tl.sum(count, 0))
     tl.store(SUM + part * D + d, tl.sum(sums, 0), mask=d < D)
     if FP8:
         tl.store(V_MAX + part * DV + dv, tl.max(v_max, 0), mask=dv < DV)
+        tl.store(V_SUM + part * DV + dv, tl.sum(v_sum, 0), mask=dv < DV)
     for first in range(part * 256, blocks, 256 * PARTS):
         block = first + tl.arange(0, 256)
         tl.store(V_FINITE + block, tl.full([256], 1, tl.int8), mask=block < blocks)
@@ -219,10 +224,12 @@ def sample_head(
 
 @triton.jit
 def finish_sample(
-    COUNT, SUM, V_MAX, HADAMARD, MEAN, ROTATED_MEAN, V_SCALE,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr,
+    V, VALID, COUNT, SUM, V_MAX, V_SUM, HADAMARD, MEAN, ROTATED_MEAN, V_SCALE, V_MEAN, k_len, v_dim,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, HAS_VALID: tl.constexpr,
+    ROTATE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One head: the mean of sampled keys, and for each value channel a power of two with room above the sample."""
+    """One head: the mean of sampled keys; for each value channel a power of two with room above the sample, and what
+    is taken from every value: the sampled mean, but so far from the first token that e4m3 holds the difference."""
     d, dv, part = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, PARTS)
     count = tl.maximum(tl.sum(tl.load(COUNT + part), 0), 1.0)
     sums = tl.load(SUM + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
@@ -231,6 +238,11 @@ def finish_sample(
         v_max = tl.load(V_MAX + part[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
         scale = tl.maximum(power_below(tl.max(v_max, 0)) * SAMPLE_ROOM, SMALLEST_SCALE)
         tl.store(V_SCALE + dv, scale, mask=dv < DV)
+        v_sum = tl.load(V_SUM + part[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        real = visible_rows(VALID, dv * 0, k_len, HAS_VALID) & (dv < DV)
+        first = finite_or_zero(tl.load(V + dv * v_dim, mask=real, other=0.0).to(tl.float32))
+        apart = (tl.sum(v_sum, 0) / count / scale - first / scale).to(tl.float8e4nv).to(tl.float32)
+        tl.store(V_MEAN + dv, first + apart * scale, mask=dv < DV)
     if ROTATE:
         tl.debug_barrier()  # the mean is out
         SIDE: tl.constexpr = DP if DP < MATRIX else MATRIX
@@ -363,25 +375,27 @@ def store_values(V8, padded, first, scaled):
 
 @triton.jit
 def finish_values(
-    V, VALID, V_SCALE, V_FINITE, V_REPAIR, V8, k_len, padded, begin, end, v_row, v_dim,
+    V, VALID, V_SCALE, V_MEAN, V_FINITE, V_REPAIR, V8, k_len, padded, begin, end, v_row, v_dim,
     DV: tl.constexpr, DVP: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, HAS_VALID: tl.constexpr,
     FP8: tl.constexpr,
 ):  # fmt: skip
     """Transpose one range of V to 8 bits, TILE tokens at a time; mark what is not finite or does not fit.
 
     Eight channels are judged together, which one thread holds: a reduction of the tile would cost more than the rest.
+    Tokens that are not there lose the mean as others do: it fits e4m3, and nothing weighs them.
     """
     dv = tl.arange(0, DVP)
     nowhere = tl.zeros([TILE, DVP // 8], tl.int32)
     if FP8:
         inverse = 1.0 / tl.load(V_SCALE + dv, mask=dv < DV, other=1.0)
+        mean = tl.load(V_MEAN + dv, mask=dv < DV, other=0.0) * inverse
     following = load_values(V, VALID, permuted_tokens(begin, TILE), k_len, v_row, v_dim, DV, DVP, HAS_VALID)
     for first in range(begin, end, TILE):
         token = permuted_tokens(first, TILE)
         v = following.to(tl.float32)
         following = load_values(V, VALID, token + TILE, k_len, v_row, v_dim, DV, DVP, HAS_VALID)
         if FP8:
-            v = v * inverse[None, :]
+            v = v * inverse[None, :] - mean[None, :]  # the product is exact
             store_values(V8, padded, first, v)
         worst = tl.max(tl.reshape(magnitude_bits(v), [TILE, DVP // 8, 8]), 2)
         tl.store(V_FINITE + (token // BK)[:, None] + nowhere, nowhere.to(tl.int8), mask=worst >= INFINITY_BITS)
@@ -391,15 +405,16 @@ def finish_values(
 
 @triton.jit
 def repair_values(
-    V, VALID, V_SCALE, V8, k_len, filled, padded, v_row, v_dim,
+    V, VALID, V_SCALE, V_MEAN, V8, k_len, filled, padded, v_row, v_dim,
     DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """One head again, with scales from all its values where the sampled ones are too small, NaN where none is right."""
     dv = tl.arange(0, DVP)
     most = tl.zeros([DVP], tl.int32)
+    mean = tl.load(V_MEAN + dv, mask=dv < DV, other=0.0)[None, :]
     for first in range(0, k_len, TILE):
         v = load_values(V, VALID, first + tl.arange(0, TILE), k_len, v_row, v_dim, DV, DVP, HAS_VALID)
-        most = tl.maximum(most, tl.max(magnitude_bits(v), 0))
+        most = tl.maximum(most, tl.max(magnitude_bits(v.to(tl.float32) - mean), 0))
     v_max = most.to(tl.float32, bitcast=True)
     sampled = tl.load(V_SCALE + dv, mask=dv < DV, other=1.0)
     scale = tl.where(v_max < float("inf"), power_below(v_max) / 128.0, float("nan"))
@@ -408,7 +423,7 @@ def repair_values(
     tl.store(V_SCALE + dv, scale, mask=dv < DV)
     for first in range(0, filled, TILE):
         v = load_values(V, VALID, permuted_tokens(first, TILE), k_len, v_row, v_dim, DV, DVP, HAS_VALID)
-        scaled = tl.where(scale[None, :] > 0, v.to(tl.float32) * inverse_or_zero(scale)[None, :], 0.0)
+        scaled = tl.where(scale[None, :] > 0, (v.to(tl.float32) - mean) * inverse_or_zero(scale)[None, :], 0.0)
         store_values(V8, padded, first, scaled)
 
 
@@ -470,8 +485,8 @@ LENGTHS = ["q_len", "k_len", "q_tokens", "k_tokens", "padded", "q_slots", "k_slo
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare(
     Q, K, V, VALID, Q_ENDS, K_ENDS, HADAMARD,  # inputs
-    ARRIVED, V_REPAIR, COUNT, SUM, V_MAX, ROTATED_MEAN,  # scratch, per key/value head; the first two are zeros
-    MEAN, V_SCALE, V_FINITE,  # outputs, per key/value head
+    ARRIVED, V_REPAIR, COUNT, SUM, V_MAX, V_SUM, ROTATED_MEAN,  # scratch, per key/value head; the first two are zeros
+    MEAN, V_SCALE, V_MEAN, V_FINITE,  # outputs, per key/value head
     Q_MEANS, K_MEANS, Q_SIMILARITY, K_SIMILARITY, Q8, K8, V8, Q_SCALE, K_SCALE, LSE_TERM,  # outputs
     items, q_len, k_len, q_tokens, k_tokens, padded, q_slots, k_slots, kv_heads, group,
     row_step, key_step, value_step, rotation_scale, scale,
@@ -503,15 +518,16 @@ def prepare(
         COUNT += row * PARTS
         SUM += row * PARTS * D
         V_MAX += row * PARTS * DV
+        V_SUM += row * PARTS * DV
         sample_head(
-            K, V, VALID, COUNT, SUM, V_MAX, V_FINITE + key_slot, item, keys, tl.cdiv(keys, BK),
+            K, V, VALID, COUNT, SUM, V_MAX, V_SUM, V_FINITE + key_slot, item, keys, tl.cdiv(keys, BK),
             k_row, k_dim, v_row, v_dim, D, DV, DP, DVP, TILE, HAS_VALID, FP8,
         )  # fmt: skip
         tl.debug_barrier()  # the whole program's part is out before it counts as arrived
         if tl.atomic_add(ARRIVED + row, 1, sem="acq_rel") == PARTS - 1:
             finish_sample(
-                COUNT, SUM, V_MAX, HADAMARD, MEAN + row * D, ROTATED_MEAN + row * DP, V_SCALE + row * DV,
-                D, DV, DP, DVP, INT8, FP8,
+                V, VALID, COUNT, SUM, V_MAX, V_SUM, HADAMARD, MEAN + row * D, ROTATED_MEAN + row * DP,
+                V_SCALE + row * DV, V_MEAN + row * DV, keys, v_dim, D, DV, DP, DVP, HAS_VALID, INT8, FP8,
             )  # fmt: skip
     elif KIND == 1:
         per_head = items // group
@@ -541,12 +557,12 @@ def prepare(
     elif KIND == 3:
         begin = item * value_step
         finish_values(
-            V, VALID, V_SCALE + row * DV, V_FINITE + key_slot, V_REPAIR + row,
+            V, VALID, V_SCALE + row * DV, V_MEAN + row * DV, V_FINITE + key_slot, V_REPAIR + row,
             V8 + kv_row * DVP * padded + first_slot, keys, padded, begin, tl.minimum(begin + value_step, filled),
             v_row, v_dim, DV, DVP, BK, TILE, HAS_VALID, FP8,
         )  # fmt: skip
     elif tl.load(V_REPAIR + row) != 0:
         repair_values(
-            V, VALID, V_SCALE + row * DV, V8 + kv_row * DVP * padded + first_slot, keys, filled, padded, v_row, v_dim,
-            DV, DVP, TILE, HAS_VALID,
+            V, VALID, V_SCALE + row * DV, V_MEAN + row * DV, V8 + kv_row * DVP * padded + first_slot,
+            keys, filled, padded, v_row, v_dim, DV, DVP, TILE, HAS_VALID,
         )  # fmt: skip

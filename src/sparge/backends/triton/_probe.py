@@ -85,7 +85,7 @@ def probe_tile(
     width = words * WORD
     i, d = tl.arange(0, ROWS), tl.arange(0, DP)
     block = tile * QUERY_BLOCKS + i // PROBES
-    row = tl.minimum(block * BQ + (2 * (i % PROBES) + 1) * BQ // (2 * PROBES), tl.maximum(q_len, 1) - 1)
+    row = tl.minimum(block * BQ + (i % PROBES + 1) * BQ // PROBES, tl.maximum(q_len, 1)) - 1
     real = block * BQ < q_len
     place = Q + batch * q_batch + head * q_head + (first_row + row).to(tl.int64)[:, None] * q_row
     q = tl.load(place + d[None, :] * q_dim, mask=real[:, None] & (d < D)[None, :], other=0.0).to(tl.bfloat16)

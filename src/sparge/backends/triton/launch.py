@@ -90,7 +90,7 @@ class TritonBackend:
 
     def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
         with on_device(blocks.inputs.query):
-            return _select(blocks, config)
+            return select_by_parts(blocks, config)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         with on_device(blocks.inputs.query):
@@ -191,7 +191,8 @@ def _to_prepare(
     return (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
         *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device),
-        *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "rotated_mean", "key_mean", "value_scale")),
+        *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "v_sum", "rotated_mean")),
+        *(scratch[x] for x in ("key_mean", "value_scale", "value_mean")),
         v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
         scratch["q_similarity"], scratch["k_similarity"],
         *((q, q, q) if copied is None else (copied.query, copied.key, copied.value)),
@@ -200,7 +201,7 @@ def _to_prepare(
 
 
 def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig, scratch: dict[str, Tensor]) -> None:
-    """Mean and value scales of the longer sequence that these keys are part of, by the kernel that samples.
+    """Means and value scales of the longer sequence that these keys are part of, by the kernel that samples.
 
     It looks at every tile of up to 63, and a sample has no more. Scales are final: no rank may repair its own.
     """
@@ -214,9 +215,10 @@ def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig
     tensors = _to_prepare(whole, blocks, plan, scratch, unread)
     plan.launches[KINDS.index("SAMPLE")](tensors, addresses_of(tensors))
     blocks.v_finite.fill_(True)  # which the kernel does for as many keys as it samples from
-    if sample.value_max is not None and blocks.quantized is not None and blocks.quantized.value_scale is not None:
-        scale = blocks.quantized.value_scale
-        scale.copy_(widened(scale, sample.value_max))
+    copied = blocks.quantized
+    if sample.value_max is not None and copied is not None and copied.value_scale is not None:
+        assert copied.value_mean is not None
+        copied.value_scale.copy_(widened(copied.value_scale, sample.value_max + copied.value_mean.abs()))
 
 
 def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str, Tensor]) -> Blocks:
@@ -235,6 +237,7 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
             key_mean=_shaped(scratch["key_mean"], size.batch, size.kv_heads, size.dim),
             value=v8,
             value_scale=_shaped(scratch["value_scale"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            value_mean=_shaped(scratch["value_mean"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
             values_transposed=fp8,
             lse_term=_shaped(scratch["lse_term"], *queries, size.q_tokens) if inputs.needs_lse else None,
         )
@@ -250,7 +253,11 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
     )
 
 
-def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
+# Fills the shares of some heads in place of the portable kernel; says whether it did.
+OwnProbe = Callable[[Blocks, SparseConfig, SelectPlan, SelectedHeads, Tensor], bool]
+
+
+def select_by_parts(blocks: Blocks, config: SparseConfig, own_probe: OwnProbe | None = None) -> BlockMask:
     inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
     if config.keeps_everything and inputs.packing is None:
         return BlockMask.all_visible(sight, config.block, *q.shape[:2])
@@ -269,16 +276,17 @@ def _select(blocks: Blocks, config: SparseConfig) -> BlockMask:
         *(setting(config, name, inputs, name in config.rule) for name in RULES),
         setting(config, "similarity", inputs, config.similarity is not None), *scratch,
     )  # fmt: skip
-    logs = q.new_empty(plan.logs, dtype=torch.float32) if plan.logs else q
     for part in plan.parts:
-        shares = _shares(blocks, plan, part, logs)
+        shares = shares_of(blocks, config, plan, part, own_probe)
         everything = (*tensors, shares, bits)
         part.select(everything, addresses_of(everything))
     q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
     return BlockMask(bits, q_len, sight.k_len, config.block, sight)
 
 
-def _shares(blocks: Blocks, plan: SelectPlan, part: SelectedHeads, logs: Tensor) -> Tensor:
+def shares_of(
+    blocks: Blocks, config: SparseConfig, plan: SelectPlan, part: SelectedHeads, own_probe: OwnProbe | None = None
+) -> Tensor:
     """What rows computed exactly attend to, of some heads; a ring knows it already."""
     inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
     if part.probe is None:
@@ -289,6 +297,9 @@ def _shares(blocks: Blocks, plan: SelectPlan, part: SelectedHeads, logs: Tensor)
         return known.flatten(0, 1)[part.first : part.stop].contiguous()
     heads = part.stop - part.first if inputs.packing is None else plan.sizes.heads
     shares = q.new_empty(heads, plan.share_rows, width, dtype=SHARE_DTYPE)
+    if own_probe is not None and own_probe(blocks, config, plan, part, shares):
+        return shares
+    logs = q.new_empty(plan.logs, dtype=torch.float32)
     valid = q if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
     tensors = (q, inputs.key, valid, either(sight.unbroken, q), *sequence_ends(inputs), logs, shares)
     part.probe(tensors, addresses_of(tensors))
@@ -332,11 +343,11 @@ def attend_by_parts(
     inputs, quantized, bits = blocks.inputs, blocks.quantized, mask.bits
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
     output = inputs.empty_output()
-    operands = (q, inputs.key, inputs.value, q, q, q, q)
+    operands = (q, inputs.key, inputs.value, q, q, q, q, q)
     if quantized is not None:
         operands = (
             quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
-            either(quantized.value_scale, q), either(quantized.lse_term, q),
+            either(quantized.value_scale, q), either(quantized.value_mean, q), either(quantized.lse_term, q),
         )  # fmt: skip
     layout = Operands(
         operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15

@@ -105,7 +105,9 @@ def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype) -> dict
         return {"TILE": tile, "num_warps": 8, "num_stages": stages}
     warps = 4 if kind in ("SAMPLE", "VALUES") or (chip == 90 and kind != "REPAIR") else 8  # four would spill elsewhere
     stages = 3 if chip == 90 else 2
-    return {"TILE": SAMPLE_TILE if kind == "SAMPLE" else 64, "num_warps": warps, "num_stages": stages}
+    sizes = {"TILE": SAMPLE_TILE if kind == "SAMPLE" else 64, "num_warps": warps, "num_stages": stages}
+    # The assembler would take more, and fewer programs would share a multiprocessor.
+    return sizes | {"maxnreg": 168 if widest > 64 else 128} if kind == "VALUES" else sizes
 
 
 def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict[str, int]:

@@ -1,0 +1,385 @@
+"""The "probe" rule for sm_90 in Gluon: what `triton._probe` computes, with products and exponentials at the same time.
+
+A tile is 64 sampled rows of one head for each of WGS consumer warpgroups. One producer warp fills a ring of stages of
+128 keys by TMA; every consumer multiplies a stage while it takes the exponentials of the one before. The logarithms of
+the blocks' weights go to scratch that belongs to the warpgroup, [blocks, 64 rows], and become shares when the rows'
+totals are known.
+
+A row's best follows only jumps of many bits, so that totals are rarely rescaled: float32 has room for them. Programs
+take tile after tile, the heaviest of all heads first, and every other turn in reverse order: who had the heaviest takes
+the lightest.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from sparge.backends.hopper._attend import (
+    HALF_SCORES,
+    NOTHING,
+    ROW,
+    ROWS,
+    UNIT,
+    barriers,
+    followed,
+    halves,
+    lane_sum,
+    load_box,
+    probabilities,
+    ring,
+)
+
+wait_for_all = getattr(gl, "barrier", None) or gl.thread_barrier  # of the partition; the older name, before Triton 3.9
+
+STEP = gl.constexpr(128)  # keys
+WORD = gl.constexpr(32)
+SLACK = gl.constexpr(40.0)  # bits that a score may exceed the row's best by before that follows: 2^40 is small in 32
+CHUNK = gl.constexpr(128)  # blocks whose shares are made at once
+QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@aggregate
+class Problem:
+    """What the launch says."""
+
+    heads: gl.tensor
+    group: gl.tensor
+    q_len: gl.tensor
+    k_len: gl.tensor
+    q_blocks: gl.tensor
+    share_rows: gl.tensor
+    words: gl.tensor
+    right: gl.tensor
+    all_tiles: gl.tensor
+    first_head: gl.tensor
+    heads_here: gl.tensor  # from first_head on
+    scale: gl.tensor
+    q_batch: gl.tensor
+    q_head: gl.tensor
+    q_row: gl.tensor
+    Q: gl.tensor
+    LOGS: gl.tensor
+    SHARES: gl.tensor
+    DIM: gl.constexpr
+    D: gl.constexpr
+    BQ: gl.constexpr
+    BK: gl.constexpr
+    PROBES: gl.constexpr
+    WGS: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, heads, group, q_len, k_len, q_blocks, share_rows, words, right, all_tiles, first_head, heads_here, scale,
+        q_batch, q_head, q_row, Q, LOGS, SHARES, DIM, D, BQ, BK, PROBES, WGS, STAGES,
+    ):  # fmt: skip
+        self.heads, self.group, self.q_len, self.k_len, self.q_blocks = heads, group, q_len, k_len, q_blocks
+        self.share_rows, self.words, self.right, self.scale = share_rows, words, right, scale
+        self.all_tiles, self.first_head, self.heads_here = all_tiles, first_head, heads_here
+        self.q_batch, self.q_head, self.q_row = q_batch, q_head, q_row
+        self.Q, self.LOGS, self.SHARES = Q, LOGS, SHARES
+        self.DIM, self.D, self.BQ, self.BK = map(gl.constexpr, (DIM, D, BQ, BK))
+        self.PROBES, self.WGS, self.STAGES = map(gl.constexpr, (PROBES, WGS, STAGES))
+
+
+@aggregate
+class Shared:
+    q: gl.shared_memory_descriptor  # [WGS, 64, D]: each written and read by one warpgroup
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, 128, D]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, full, empty):
+        self.q, self.k, self.full, self.empty = q, k, full, empty
+
+
+@aggregate
+class Tile:
+    """Sampled rows of one head, and the steps that their keys take."""
+
+    bh: gl.tensor
+    first: gl.tensor  # of the head's sampled rows
+    steps: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, bh, first, steps):
+        self.bh, self.first, self.steps = bh, first, steps
+
+
+# ---- what producer and consumers work out alike
+
+
+@gluon.jit
+def tile_number(turn):
+    """Which tile a program takes in its turn, the heaviest being the first."""
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+
+
+@gluon.jit
+def sampled_row(i, p):
+    """Where the i-th sampled row of a head is; its block must be real."""
+    inside = (i % p.PROBES + 1) * p.BQ // p.PROBES
+    return gl.minimum(i // p.PROBES * p.BQ + inside, p.q_len) - 1
+
+
+@gluon.jit
+def keys_seen(row, p):
+    """How many keys, from the first on."""
+    return gl.maximum(gl.minimum(row + (p.k_len - p.q_len) + p.right + 1, p.k_len), 0)
+
+
+@gluon.jit
+def steps_of(first, COUNT: gl.constexpr, p):
+    """Steps that reach all keys of COUNT sampled rows from `first` on: the last real one sees most."""
+    last = gl.minimum(first + COUNT, p.q_blocks * p.PROBES) - 1
+    seen = gl.where(last >= first, keys_seen(sampled_row(gl.maximum(last, 0), p), p), 0)
+    return (seen + STEP - 1) // STEP
+
+
+@gluon.jit
+def tile_of(n, p):
+    TILE: gl.constexpr = ROWS * p.WGS
+    tile = (p.all_tiles - 1 - n) // p.heads_here
+    first = tile * TILE
+    return Tile(p.first_head + n % p.heads_here, first, steps_of(first, TILE, p))
+
+
+# ---- the producer
+
+
+@gluon.jit
+def load_keys(k_boxes, c, batch, head, key, p, s):
+    """128 keys, into a stage that every consumer has left."""
+    stage, parity = ring(c, p)
+    full = s.full.index(stage)
+    mbarrier.wait(s.empty.index(stage), parity ^ 1)
+    mbarrier.expect(full, STEP * p.D * 2)
+    load_box(k_boxes, [batch, head, key, 0], full, s.k.index(stage).slice(0, UNIT, 2))
+    load_box(k_boxes, [batch, head, key + UNIT, 0], full, s.k.index(stage).slice(UNIT, UNIT, 2))
+
+
+@gluon.jit
+def producer(k_boxes, p, s):
+    c = 0
+    turns = (p.all_tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+    for turn in range(turns):
+        n = tile_number(turn)
+        if n < p.all_tiles:
+            t = tile_of(n, p)
+            batch = t.bh // p.heads
+            head = t.bh % p.heads // p.group
+            for step in range(t.steps):
+                load_keys(k_boxes, c + step, batch, head, step * STEP, p, s)
+            c += t.steps
+
+
+# ---- the consumers
+
+
+@gluon.jit
+def load_queries(t, wg: gl.constexpr, p, s):
+    """A warpgroup's sampled rows, into its part of shared memory: visible to the tensor core when all have done so."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.D, p.D // 8], [4, 1], [1, 0])
+    i = t.first + wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))
+    d = gl.arange(0, p.D, gl.SliceLayout(0, FLAT))
+    wide = t.bh.to(gl.int64)
+    source = p.Q + (wide // p.heads) * (p.q_batch // 8 * 8) + (wide % p.heads) * (p.q_head // 8 * 8)
+    source = source + gl.expand_dims(sampled_row(i, p).to(gl.int64) * (p.q_row // 8 * 8), 1) + gl.expand_dims(d, 0)
+    real = gl.expand_dims(i < p.q_blocks * p.PROBES, 1) & gl.expand_dims(d < p.DIM, 0)
+    s.q.index(wg).store(gl.load(source, mask=real, other=0.0))
+    fence_async_shared()
+    wait_for_all()
+
+
+@gluon.jit
+def start_scores(q, stage, p, s):
+    """Raw scores of a stage's 128 keys, under way."""
+    k = s.k.index(stage).reshape([STEP, p.D]).permute((1, 0))
+    nothing = gl.zeros([ROWS, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def row_sum(lanes):
+    return gl.convert_layout(gl.sum(lanes, 1), ROW, assert_trivial=True)
+
+
+@gluon.jit
+def log2(x):
+    """One instruction, good to 22 bits; Triton's takes twenty."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def fold_step(raw, best, total, q_scale, high, logs, step, p, MASK: gl.constexpr):
+    """Fold a step's scores into the rows' best and total; store the logarithms of its blocks' weights."""
+    a, b = halves(raw)
+    if MASK:
+        column = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES)), 0)
+        a = gl.where(column < gl.expand_dims(high - step * STEP, 1), a, float("-inf"))
+        b = gl.where(column < gl.expand_dims(high - step * STEP - UNIT, 1), b, float("-inf"))
+    best_now = followed(a, b, q_scale, q_scale, best, SLACK)
+    a_lanes = lane_sum(probabilities(a, q_scale, best_now))
+    b_lanes = lane_sum(probabilities(b, q_scale, best_now))
+    if p.BK == 128:
+        weight = row_sum(a_lanes + b_lanes)
+        gl.store(logs + step * ROWS, log2(weight) + best_now)
+    else:
+        a_weight, b_weight = row_sum(a_lanes), row_sum(b_lanes)
+        gl.store(logs + 2 * step * ROWS, log2(a_weight) + best_now)
+        gl.store(logs + (2 * step + 1) * ROWS, log2(b_weight) + best_now)
+        weight = a_weight + b_weight
+    return best_now, total * gl.exp2(best - best_now) + weight
+
+
+@gluon.jit
+def fold_one(raw, best, total, q, q_scale, high, logs, step, c, p, s, MASK: gl.constexpr):
+    """Fold a step, whose scores are `raw`, while the next one's products run; those come back in its place."""
+    stage, parity = ring(c + step + 1, p)
+    mbarrier.wait(s.full.index(stage), parity)
+    following = start_scores(q, stage, p, s)
+    best, total = fold_step(raw, best, total, q_scale, high, logs, step, p, MASK)
+    # With the total, else the assembler takes the exponentials after the wait.
+    following, total = warpgroup_mma_wait(0, deps=(following, total))
+    mbarrier.arrive(s.empty.index(stage), count=1)
+    return following, best, total
+
+
+@gluon.jit
+def make_shares(t, walked, logs, wg: gl.constexpr, p):
+    """The mean shares of each query block, from its rows' logarithms and totals: 0 where no row looked."""
+    PROBES: gl.constexpr = p.PROBES
+    BLOCKS: gl.constexpr = ROWS // PROBES  # of queries
+    NEAR: gl.constexpr = PROBES if PROBES < 4 else 4  # rows of a query block in one thread, which holds four rows
+    APART: gl.constexpr = PROBES // NEAR
+    ORDER: gl.constexpr = [1, 0, 2] if PROBES > 1 else [0, 1, 2]
+    FLAT: gl.constexpr = gl.BlockedLayout([4 // NEAR, NEAR, 8], [16 // APART, APART, 2], [1, 1, 4], ORDER)
+    MEANS: gl.constexpr = gl.SliceLayout(1, FLAT)
+    width = p.words * WORD
+    slot = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
+    probe = gl.arange(0, PROBES, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))
+    row = gl.expand_dims(slot * PROBES, 1) + gl.expand_dims(probe, 0)
+    log_total = gl.expand_dims(gl.load(logs + width * ROWS + row), 2)
+    row = gl.expand_dims(row, 2)
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.SliceLayout(0, FLAT)))
+    column = gl.expand_dims(gl.expand_dims(column, 0), 0)
+
+    block = (t.first + wg * ROWS) // PROBES + gl.arange(0, BLOCKS, gl.SliceLayout(1, MEANS))
+    start = (t.bh - p.first_head).to(gl.int64) * p.share_rows + block
+    target = gl.expand_dims(p.SHARES + start * width, 1)
+    real = gl.expand_dims(block < p.q_blocks, 1)
+    opens = gl.expand_dims(block == 0, 1)
+    target_column = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, MEANS)), 0)
+    for first in range(0, width, CHUNK):
+        looked = (first + column < walked) & (row >= 0)
+        share = gl.exp2(gl.load(logs + (first + column) * ROWS + row, mask=looked, other=float("-inf")) - log_total)
+        share = gl.where(share == share, share, 0.0)  # a row that sees nothing, or whose total is NaN
+        mean = (gl.sum(share, 1) * (1.0 / PROBES)).to(gl.float16)
+        there = real & (first + target_column < width)
+        gl.store(target + width + (first + target_column), mean, mask=there)
+        # Nothing stands before the first block: it stands there itself.
+        gl.store(target + (first + target_column), mean, mask=there & opens)
+
+
+@gluon.jit
+def probe_tile(t, c, wg: gl.constexpr, p, s):
+    """A warpgroup's 64 rows of a tile. The program's count of steps is c before it."""
+    load_queries(t, wg, p, s)  # and all have read what the tile before left in the scratch
+    q = s.q.index(wg)
+    first = t.first + wg * ROWS
+    i = gl.arange(0, ROWS, ROW)
+    high = gl.where(first + i < p.q_blocks * p.PROBES, keys_seen(sampled_row(first + i, p), p), 0)
+    q_scale = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
+    best = gl.full([ROWS], NOTHING, gl.float32, ROW)
+    total = gl.full([ROWS], 0.0, gl.float32, ROW)
+    width = p.words * WORD
+    logs = p.LOGS + (gl.program_id(0) * p.WGS + wg).to(gl.int64) * ((width + 1) * ROWS)
+    place = logs + i
+    steps = steps_of(first, ROWS, p)
+    if steps > 0:
+        last = steps - 1
+        edge = gl.minimum(keys_seen(sampled_row(first, p), p) // STEP, last)  # all rows see every key before
+        edge = edge // 2 * 2
+        stage, parity = ring(c, p)
+        mbarrier.wait(s.full.index(stage), parity)
+        raw = warpgroup_mma_wait(0, deps=(start_scores(q, stage, p, s),))
+        mbarrier.arrive(s.empty.index(stage), count=1)
+        for step in range(0, edge, 2):  # by two, so that scores stay in their registers
+            raw, best, total = fold_one(raw, best, total, q, q_scale, high, place, step, c, p, s, False)
+            raw, best, total = fold_one(raw, best, total, q, q_scale, high, place, step + 1, c, p, s, False)
+        for step in range(edge, last):
+            raw, best, total = fold_one(raw, best, total, q, q_scale, high, place, step, c, p, s, True)
+        best, total = fold_step(raw, best, total, q_scale, high, place, last, p, True)
+    for step in range(steps, t.steps):  # that only other warpgroups' rows see
+        stage, parity = ring(c + step, p)
+        mbarrier.wait(s.full.index(stage), parity)
+        # No products keep the warps together here: one that falls behind by a turn of the ring would wait for ever.
+        wait_for_all()
+        mbarrier.arrive(s.empty.index(stage), count=1)
+    gl.store(logs + width * ROWS + i, best + log2(total))
+    wait_for_all()  # every thread's logarithms are written before another reads them
+    make_shares(t, steps * (STEP // p.BK), logs, wg, p)
+
+
+@gluon.jit
+def consumer(wg: gl.constexpr, p, s):
+    c = 0
+    turns = (p.all_tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+    for turn in range(turns):
+        n = tile_number(turn)
+        if n < p.all_tiles:
+            t = tile_of(n, p)
+            probe_tile(t, c, wg, p, s)
+            c += t.steps
+
+
+@gluon.jit
+def first_consumer(p, s):
+    consumer(0, p, s)
+
+
+@gluon.jit
+def second_consumer(p, s):
+    consumer(1, p, s)
+
+
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "share_rows", "words", "right", "all_tiles", "first_head",
+           "heads_here", "scale", "q_batch", "q_head", "q_row"]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def probe(
+    k_boxes,  # bfloat16 [B, Hkv, Nk, D]
+    Q,  # bfloat16 [B, Hq, Nq, DIM]; strides are multiples of 8, channels lie next to each other
+    LOGS,  # scratch: float32 [programs, WGS, key blocks, rounded up to whole words, and one more for totals, 64]
+    SHARES,  # output: float16 [heads_here, share_rows, key blocks, rounded up]; see triton._select.share_row
+    heads, group, q_len, k_len, q_blocks, share_rows, words, right, all_tiles, first_head, heads_here, scale,
+    q_batch, q_head, q_row,
+    DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr, WGS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    p = Problem(
+        heads, group, q_len, k_len, q_blocks, share_rows, words, right, all_tiles, first_head, heads_here, scale,
+        q_batch, q_head, q_row, Q, LOGS, SHARES, DIM, D, BQ, BK, PROBES, WGS, STAGES,
+    )  # fmt: skip
+    s = Shared(
+        gl.allocate_shared_memory(k_boxes.dtype, [WGS, ROWS, D], QUERIES),
+        gl.allocate_shared_memory(k_boxes.dtype, [STAGES, 1, 1, STEP, D], k_boxes.layout),
+        barriers(STAGES, 1), barriers(STAGES, WGS),
+    )  # fmt: skip
+    fence_async_shared()
+    if WGS == 2:
+        gl.warp_specialize(
+            [(first_consumer, (p, s)), (second_consumer, (p, s)), (producer, (k_boxes, p, s))], [4, 1], [REGISTERS, 24]
+        )
+    else:
+        gl.warp_specialize([(first_consumer, (p, s)), (producer, (k_boxes, p, s))], [1], [24])
