@@ -89,8 +89,34 @@ def draw_speeds(folder: Path) -> list[Path]:
     return [*paths, _save(figure, folder / "speed_h200.png")]
 
 
+def draw_rules(folder: Path) -> Path:
+    """What SmolLM2 loses against what it skips, rule by rule."""
+    results = json.loads((RESULTS / "gpu_h200_rules_8k.json").read_text())
+    names = {
+        "topk": "top-k of block means",
+        "cdf": "TopCdf of block means (the paper)",
+        "threshold+gap": "threshold or gap on 4 x 4 means",
+        "gap+probe": "gap, or share from means and rows (the default)",
+    }
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for rule, name in names.items():
+        rows = [
+            (100 * row["skipped"], 100 * row["change"])
+            for row in results["rows"]
+            if row["on"] == "all 3" and "+".join(results["variants"][row["variant"]]["config"]["rule"]) == rule
+        ]
+        axes.plot(*zip(*sorted(rows), strict=True), "o-", label=name, markersize=4)
+    axes.set(
+        title="SmolLM2-135M, 8,192 tokens, nine windows, nothing tuned",
+        xlabel="blocks skipped, %", ylabel="perplexity, % above dense (logarithmic)", yscale="log",
+    )  # fmt: skip
+    _finish(axes)
+    axes.legend(fontsize=8)
+    return _save(figure, folder / "rules.png")
+
+
 def draw_all(folder: Path) -> list[Path]:
-    return [draw_stages(folder), draw_order(folder), *draw_speeds(folder)]
+    return [draw_stages(folder), draw_order(folder), *draw_speeds(folder), draw_rules(folder)]
 
 
 def _label(case: dict[str, Any], skipped: float) -> str:
