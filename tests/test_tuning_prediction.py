@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from sparge import Profile, SparseConfig, attention, predict_mask, tune
 from sparge.tuning.journal import JournalError
-from sparge.tuning.prediction import RUNGS, steps_of
+from sparge.tuning.ladder import EVERYTHING
+from sparge.tuning.prediction import RUNGS, Outcome, Strictness, _curves, _tried_as_a_whole, steps_of
 
 GIVEN = SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=3.0)
 LAYERS = [f"layers.{layer}" for layer in range(4)]
@@ -93,6 +95,24 @@ def test_the_budget_decides() -> None:
     assert executed == sorted(executed, reverse=True)
     assert executed[1] > executed[2] > executed[3]
     assert all(metrics["divergence"] <= max(1e-10, budget) for metrics, budget in zip(found, budgets, strict=True))
+
+
+def test_rounding_counts_once_however_many_parts_are_measured() -> None:
+    """In 16 bits every run, of one part or of all, differs from the dense one by as much again."""
+    rounding, prices = 0.004, {"a": 1e-3, "b": 2e-4, "c": 5e-5}
+
+    def try_(_: str, strictness: Strictness) -> Outcome:
+        harm = sum(prices[name] * math.exp(step) for name, step in strictness.items() if step != EVERYTHING)
+        kept = {name: 100.0 if step == EVERYTHING else 50 * math.exp(-step / 2) for name, step in strictness.items()}
+        return Outcome(rounding + harm, kept, dict.fromkeys(strictness, 100.0))
+
+    parts = [["a"], ["b"], ["c"]]
+    given = try_("", dict.fromkeys("abc", 0.0))
+    curves = _curves(parts, given, rounding, try_)
+    strictness, outcome = next(_tried_as_a_whole(parts, *curves, given.divergence, rounding, try_))
+    assert outcome.divergence <= given.divergence
+    assert outcome.work("abc") < 0.95 * given.work("abc")
+    assert strictness["a"] < strictness["b"] < strictness["c"]
 
 
 def test_the_share_is_drawn_with_the_seed() -> None:

@@ -49,7 +49,7 @@ class Outcome:
 
 def steps_of(layers: int, groups: int | None) -> int:
     """How often an input goes through the model, at most."""
-    return 3 + len(RUNGS) * min(groups or MOST_GROUPS, layers) + 1 + CORRECTIONS
+    return 4 + len(RUNGS) * min(groups or MOST_GROUPS, layers) + 1 + CORRECTIONS
 
 
 def search_by_prediction(search: Search, budget: float | None, groups: int | None) -> Profile:
@@ -59,44 +59,47 @@ def search_by_prediction(search: Search, budget: float | None, groups: int | Non
     layers = list(dense.heads)
     as_given = dict.fromkeys(layers, 0.0)
     given = try_("as given", as_given)
+    everything = dict.fromkeys(layers, EVERYTHING)
+    rounding = try_("everything kept", everything)
     allowed = given.divergence if budget is None else budget
     parts = _split(layers, min(groups or MOST_GROUPS, len(layers)))
-    found = [(as_given, given), *_tried_as_a_whole(parts, *_curves(parts, given, try_), allowed, try_)]
+    curves = _curves(parts, given, rounding.divergence, try_)
+    found = [(as_given, given), *_tried_as_a_whole(parts, *curves, allowed, rounding.divergence, try_)]
     good = [(strictness, outcome) for strictness, outcome in found if outcome.divergence <= allowed]
-    if not good:
-        everything = dict.fromkeys(layers, EVERYTHING)
-        good = [(everything, try_("everything kept", everything))]
-    strictness, outcome = min(good, key=lambda one: one[1].work(layers))
+    strictness, outcome = min(good or [(everything, rounding)], key=lambda one: one[1].work(layers))
     return _profile(search, dense.heads, strictness, allowed, outcome)
 
 
 Try = Callable[[str, Strictness], Outcome]
 
 
-def _curves(parts: Sequence[Sequence[str]], given: Outcome, try_: Try) -> tuple[Tensor, Tensor]:
-    """Blocks and divergence [rungs, parts], each part sparse alone; the first rung keeps everything."""
+def _curves(parts: Sequence[Sequence[str]], given: Outcome, rounding: float, try_: Try) -> tuple[Tensor, Tensor]:
+    """Blocks and divergence [rungs, parts], each part sparse alone; the first rung keeps everything.
+
+    Divergence is what comes on top of rounding: in 16 bits, one part alone rounds as differently as all do together.
+    """
     work, damage = [], []
     for part in parts:
         tried = [try_(f"{part[0]} to {part[-1]}", dict.fromkeys(part, rung)) for rung in RUNGS]
         work.append([sum(given.visible[name] for name in part), *(one.work(part) for one in tried)])
-        damage.append([0.0, *(one.divergence for one in tried)])
+        damage.append([0.0, *(max(0.0, one.divergence - rounding) for one in tried)])
     return torch.tensor(work, dtype=torch.float64).T, torch.tensor(damage, dtype=torch.float64).T
 
 
 def _tried_as_a_whole(
-    parts: Sequence[Sequence[str]], work: Tensor, damage: Tensor, allowed: float, try_: Try
+    parts: Sequence[Sequence[str]], work: Tensor, damage: Tensor, allowed: float, rounding: float, try_: Try
 ) -> Iterator[tuple[Strictness, Outcome]]:
     """What the curves promise to be within the budget, all parts sparse together; corrected by what that did."""
-    budget = allowed
+    budget = max(0.0, allowed - rounding)
     for _ in range(1 + CORRECTIONS):
         picked = within_budget(work, damage, budget).tolist()
         steps = [(EVERYTHING, *RUNGS)[index] for index in picked]
         strictness = {name: step for part, step in zip(parts, steps, strict=True) for name in part}
         outcome = try_("together", strictness)
         yield strictness, outcome
-        if outcome.divergence == 0:
+        if outcome.divergence <= rounding or allowed <= rounding:
             return
-        budget *= allowed / outcome.divergence
+        budget *= (allowed - rounding) / (outcome.divergence - rounding)
 
 
 def _split(layers: list[str], count: int) -> list[list[str]]:
