@@ -28,7 +28,8 @@ from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, backends, reference, varlen_attention
 from sparge.config import BLOCK_KEYS, BLOCK_ROWS, PROBE_ROWS, RULES, SUBBLOCKS
-from sparge.inputs import Inputs
+from sparge.inputs import Inputs, pack_inputs
+from sparge.packing import Packing
 from sparge.stages import Blocks, Output
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -366,6 +367,12 @@ LONG_SELECTIONS = {  # more key blocks than one step takes: chunks that every ro
         2500,
         2500,
     ),
+    "probe, shares fall": (
+        {},
+        SparseConfig(rule=("gap", "probe"), gap=0.1, probe=0.02, quantization="none", block=(64, 128)),
+        100,
+        20000,
+    ),
     "padding": (  # scores so small that empty blocks, of mean 0, would be kept
         {"key_valid": ((torch.arange(4500) < 2250) | (torch.arange(4500) >= 3900))[None], "scale": 0.003},
         SparseConfig(rule="gap", gap=0.07, quantization="none"),
@@ -391,6 +398,37 @@ def test_triton_selects_among_many_blocks(name, stored, poisoned, monkeypatch):
     got = triton.select(triton.summarize(on_its_device("triton", inputs), config), config)
     assert 0.5 < want.sparsity < 0.95
     assert (got.bits.cpu() != want.bits).sum() <= 1  # bits of blocks that no row sees too
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_triton_probes_some_heads_at_a_time(packed, poisoned, monkeypatch):
+    triton = BY_NAME["triton"]
+    if triton.unavailable():
+        pytest.skip(triton.unavailable())
+    from sparge.backends.triton import plans
+
+    config = SparseConfig(rule=("gap", "probe"), gap=0.1, probe=0.05, block=(64, 32), quantization="none")
+    if packed:
+        ends = torch.tensor([0, 130, 130, 300], dtype=torch.int32)
+        q, k, v = (x[0].transpose(0, 1) for x in tensors(3, heads=6, kv_heads=3, q_len=300, dim=32, contrast=5.0))
+        inputs = pack_inputs(q, k, v, Packing(ends, ends), (170, 170), True, None, None, True)
+    else:
+        made = tensors(3, batch=2, heads=6, kv_heads=3, q_len=200, dim=32, contrast=5.0)
+        inputs = problem(*made, is_causal=True)
+    inputs, masks = on_its_device("triton", inputs), []
+    for room in (1 << 28, 1, 1300):  # all heads, one, some
+        monkeypatch.setattr(plans, "SHARE_BYTES", room)
+        plans.select_plan.cache_clear()
+        blocks = triton.summarize(inputs, config)
+        parts = len(plans.select_plan(inputs.signature, config, 90).parts)
+        assert (parts == 1) == (room == 1 << 28)
+        masks.append(triton.select(blocks, config).bits.cpu())
+    plans.select_plan.cache_clear()
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    if not packed:
+        want = reference.select(reference.summarize(problem(*made, is_causal=True), config), config)
+        assert (masks[1] != want.bits).sum() <= 1
 
 
 @each_backend("dense", "cpu", "torch", "reference")  # those without fp8, and the oracle itself

@@ -13,7 +13,7 @@ from problems import refused, tensors
 from safetensors.torch import save_file
 
 from sparge import Profile, SparseConfig, attention
-from sparge.profile import MAX_FILE, LayerProfile, ProfileError
+from sparge.profile import MAX_FILE, VERSION, LayerProfile, ProfileError
 
 BASE = SparseConfig(sinks=2, block=(64, 64), protected=((0, 5), (-3, None)), quantization="none")
 
@@ -32,7 +32,7 @@ def rewritten(path: Path, metadata: dict[str, str] | None = None, **changes: obj
     parts = {
         f"{i}.{k}": torch.tensor(v, dtype=torch.float64) for i, layer in enumerate(vectors) for k, v in layer.items()
     }
-    base = {"format": "sparge-profile", "version": "1", "profile": json.dumps(facts)}
+    base = {"format": "sparge-profile", "version": str(VERSION), "profile": json.dumps(facts)}
     save_file(parts, path, metadata=base | (metadata or {}))
     return path
 
@@ -64,6 +64,21 @@ def test_a_profile_cannot_be_changed() -> None:
         profile.layers["layers.2"] = profile.layers["layers.1"]  # type: ignore[index]
     with pytest.raises(TypeError):
         profile.layers["layers.1"].settings["gap"] = (1.0, 1.0)  # type: ignore[index]
+
+
+def test_settings_that_no_rule_uses_may_be_the_defaults_of_another_version(tmp_path: Path) -> None:
+    base = {**json.loads(made()._facts())["base"], "topk": 0.123, "cdf": 0.456}
+    assert Profile.load(rewritten(tmp_path / "p.safetensors", base=base)) == made()
+
+
+def test_the_rule_probe_of_the_first_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="meant before"):
+        Profile.load(rewritten(tmp_path / "p.safetensors", metadata={"version": "1"}))
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "examples").glob("**/*-profile.safetensors")))
+def test_the_profiles_of_the_examples_load(path: Path) -> None:
+    assert Profile.load(path).layers
 
 
 def test_shown_as_text() -> None:
@@ -157,8 +172,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_newer_file_asks_for_an_upgrade(tmp_path: Path) -> None:
-    with refused(ProfileError, "upgrade", "2"):
-        Profile.load(rewritten(tmp_path / "x", {"version": "2", "more": "unknown"}))
+    with refused(ProfileError, "upgrade", str(VERSION + 1)):
+        Profile.load(rewritten(tmp_path / "x", {"version": str(VERSION + 1), "more": "unknown"}))
     for version in ("", "1.0", "-1", "0", "²", "9" * 5000):
         with refused(ProfileError, "version"):
             Profile.load(rewritten(tmp_path / "x", {"version": version}))
@@ -215,7 +230,7 @@ def test_hostile_tensors_are_refused(tmp_path: Path, vector: torch.Tensor) -> No
     from safetensors.torch import load_file
 
     parts = load_file(rewritten(tmp_path / "x"))
-    facts = {"format": "sparge-profile", "version": "1", "profile": made()._facts()}
+    facts = {"format": "sparge-profile", "version": str(VERSION), "profile": made()._facts()}
     save_file({**parts, "0.gap": vector}, tmp_path / "x", metadata=facts)
     with refused(ProfileError, "gap"):
         Profile.load(tmp_path / "x")

@@ -12,6 +12,7 @@ from problems import EXACT, plain_attention, problem, randn, relative_l1, run, s
 from sparge import BlockMask, SparseConfig, reference
 from sparge import quantization as fmt
 from sparge.probing import share_asked, with_blocks_before
+from sparge.visibility import Visibility
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,10 +254,13 @@ def test_rows_of_the_block_before_count_half():
 
 
 def test_the_share_asked_for_falls_with_the_length():
-    config = SparseConfig(probe=(0.004, 0.01))
+    config, full = SparseConfig(probe=(0.004, 0.01)), torch.tensor([[0.004, 0.01]])
     for keys, factor in ((1, 1.0), (8192, 1.0), (16384, 2**-0.5), (131072, 0.25)):
-        asked = share_asked(config, 2, keys, torch.device("cpu"))
-        torch.testing.assert_close(asked, torch.tensor([0.004, 0.01]) * factor)
+        sight = Visibility(1, keys, torch.device("cpu"))
+        torch.testing.assert_close(share_asked(config, 2, sight), full * factor)
+    valid = torch.arange(32768) < torch.tensor([[16384], [32768], [100]])  # padding does not count
+    asked = share_asked(config, 2, replace(sight, k_len=32768, key_valid=valid))
+    torch.testing.assert_close(asked, full * torch.tensor([[2**-0.5], [0.5], [1.0]]))
 
 
 def test_the_probe_of_rows_that_see_nothing_claims_nothing(monkeypatch):

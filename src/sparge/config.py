@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ BLOCK_ROWS = (64, 128, 192, 256)
 BLOCK_KEYS = (32, 64, 128)
 SUBBLOCKS = (1, 2, 4, 8)
 PROBE_ROWS = (1, 2, 4, 8)
+RULE_OF = {**{name: name for name in RULES}, "probe_rows": "probe"}  # settings that one rule alone uses
 
 PerHead = float | tuple[float, ...]
 
@@ -109,6 +110,16 @@ class SparseConfig:
                 f"{name}={getattr(self, name)!r} would be ignored: rule={self.rule!r} does not name {rule!r}; "
                 f"add it to rule, or leave {name} out."
             )
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, Any]) -> SparseConfig:
+        """From all settings by name, as `encoded` has them; what no rule uses may be the default of another version."""
+        rule = settings["rule"]
+        names = (rule,) if isinstance(rule, str) else rule
+        if not isinstance(names, (tuple, list)):
+            return cls(**settings)  # which refuses it
+        unused = {name for name, its_rule in RULE_OF.items() if its_rule not in names}
+        return cls(**{name: value for name, value in settings.items() if name not in unused})
 
     @property
     def keeps_everything(self) -> bool:

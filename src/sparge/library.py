@@ -21,7 +21,7 @@ NO_LIMIT = -1
 
 @functools.lru_cache(maxsize=256)
 def _decode(config: str) -> SparseConfig:
-    return SparseConfig(**json.loads(config))
+    return SparseConfig.of_settings(json.loads(config))
 
 
 @torch.library.custom_op("sparge::attention", mutates_args=())

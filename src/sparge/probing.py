@@ -6,8 +6,6 @@ others. The mean of both predicts best which blocks matter.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -66,6 +64,8 @@ def with_blocks_before(probed: Tensor) -> Tensor:
     return (own + NEIGHBOUR * before) / (1 + NEIGHBOUR)
 
 
-def share_asked(config: SparseConfig, heads: int, k_len: int, device: torch.device) -> Tensor:
-    """float32 [heads]: a longer text spreads over more blocks what it attends to."""
-    return config.per_head("probe", heads, device) * math.sqrt(FULL_LENGTH / max(k_len, FULL_LENGTH))
+def share_asked(config: SparseConfig, heads: int, sight: Visibility) -> Tensor:
+    """float32 [B or 1, heads]: a longer text spreads over more blocks what it attends to. Padding does not count."""
+    keys = torch.full((1,), sight.k_len, device=sight.device) if sight.key_valid is None else sight.key_valid.sum(-1)
+    falling = (FULL_LENGTH / keys.clamp(min=FULL_LENGTH).float()).sqrt()
+    return config.per_head("probe", heads, sight.device) * falling[:, None]

@@ -22,7 +22,8 @@ from torch import Tensor
 from sparge.config import SparseConfig
 
 FORMAT = "sparge-profile"
-VERSION = 1
+VERSION = 2
+OTHER_PROBE = 1  # the version whose rule "probe" meant something else
 SETTINGS = ("threshold", "gap", "cdf", "topk", "probe", "similarity", "pv_threshold")
 MEASURES = ("executed", "error")  # per head, on the inputs it was tuned with
 MAX_FILE, MAX_HEADER = 64 << 20, 8 << 20  # bytes, checked before anything is read
@@ -227,6 +228,8 @@ def _check_version(metadata: dict[str, str]) -> None:
 def _profile(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Profile:
     facts = _object(_json(metadata["profile"]), "its metadata", ("model", "base", "layers", "metrics", "versions"))
     base = _base(facts["base"])
+    if int(metadata["version"]) <= OTHER_PROBE and "probe" in base.rule:
+        raise ProfileError('it was made for what the rule "probe" meant before: tune again.')
     named = facts["layers"]
     if not isinstance(named, list) or len(named) > MAX_LAYERS:
         raise ProfileError(f"its layers must be a list of at most {MAX_LAYERS}.")
@@ -278,7 +281,7 @@ def _base(value: Any) -> SparseConfig:
         if isinstance(item, list)
     }
     try:
-        return SparseConfig(**{**settings, **tuples})
+        return SparseConfig.of_settings({**settings, **tuples})
     except (TypeError, ValueError) as error:
         raise ProfileError(f"its base: {error}") from error
 

@@ -203,7 +203,7 @@ def _claims(blocks: Blocks, config: SparseConfig, first: int, last: int) -> Tens
     scores = block_scores(blocks, first, last)
     claimed = apply_rules(scores, judged, seen.sum(-1, keepdim=True), config)
     if blocks.probed is not None and "probe" in config.rule:
-        asked = share_asked(config, scores.shape[1], blocks.inputs.visibility.k_len, scores.device)
+        asked = share_asked(config, scores.shape[1], blocks.inputs.visibility)
         claimed |= claimed_by_share(scores, judged, with_blocks_before(blocks.probed[:, :, first : last + 1]), asked)
     return claimed
 

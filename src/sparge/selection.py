@@ -40,14 +40,14 @@ def claimed_by_share(scores: Tensor, seen: Tensor, probed: Tensor, asked: Tensor
 
     scores, seen  as above
     probed        float32 [B, Hq, query blocks, key blocks]: shares found by rows computed exactly
-    asked         float32 [Hq]
+    asked         float32 [B or 1, Hq]
     """
     scores = torch.where(seen, scores, -torch.inf)
     total = torch.logsumexp(scores, -1, keepdim=True)
     predicted = torch.exp(scores - total).nan_to_num()  # rows with NaN are kept by the other rules, or see nothing
-    judges = (total > -torch.inf).sum(-2)
+    judges = total.isfinite().sum(-2)
     share = (predicted.sum(-2) / judges.clamp(min=1) + probed) / 2
-    claimed: Tensor = (share > asked[:, None, None]) & seen.any(-2)
+    claimed: Tensor = (share > asked[..., None, None]) & seen.any(-2)
     return claimed
 
 

@@ -31,6 +31,7 @@ from sparge.tuning.subjects import differentiable_attention
 RUNGS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)  # strictness, beside keeping everything, which needs no measuring
 MOST_GROUPS = 10  # without being told otherwise
 CORRECTIONS = 3
+NEGLIGIBLE = 0.01  # of the budget
 
 Strictness = Mapping[str, float]  # by layer; the others are exact
 
@@ -49,7 +50,7 @@ class Outcome:
 
 def steps_of(layers: int, groups: int | None) -> int:
     """How often an input goes through the model, at most."""
-    return 4 + len(RUNGS) * min(groups or MOST_GROUPS, layers) + 1 + CORRECTIONS
+    return 4 + (1 + len(RUNGS)) * min(groups or MOST_GROUPS, layers) + 1 + CORRECTIONS
 
 
 def search_by_prediction(search: Search, budget: float | None, groups: int | None) -> Profile:
@@ -63,7 +64,7 @@ def search_by_prediction(search: Search, budget: float | None, groups: int | Non
     rounding = try_("everything kept", everything)
     allowed = given.divergence if budget is None else budget
     parts = _split(layers, min(groups or MOST_GROUPS, len(layers)))
-    curves = _curves(parts, given, rounding.divergence, try_)
+    curves = _curves(parts, given, rounding.divergence > NEGLIGIBLE * allowed, try_)
     found = [(as_given, given), *_tried_as_a_whole(parts, *curves, allowed, rounding.divergence, try_)]
     good = [(strictness, outcome) for strictness, outcome in found if outcome.divergence <= allowed]
     strictness, outcome = min(good or [(everything, rounding)], key=lambda one: one[1].work(layers))
@@ -73,14 +74,17 @@ def search_by_prediction(search: Search, budget: float | None, groups: int | Non
 Try = Callable[[str, Strictness], Outcome]
 
 
-def _curves(parts: Sequence[Sequence[str]], given: Outcome, rounding: float, try_: Try) -> tuple[Tensor, Tensor]:
+def _curves(parts: Sequence[Sequence[str]], given: Outcome, rounds: bool, try_: Try) -> tuple[Tensor, Tensor]:
     """Blocks and divergence [rungs, parts], each part sparse alone; the first rung keeps everything.
 
-    Divergence is what comes on top of rounding: in 16 bits, one part alone rounds as differently as all do together.
+    Divergence is what comes on top of rounding (`rounds`: which must be measured): in 16 bits one part alone may round
+    as differently as all do together, in 8 bits it adds up.
     """
     work, damage = [], []
     for part in parts:
-        tried = [try_(f"{part[0]} to {part[-1]}", dict.fromkeys(part, rung)) for rung in RUNGS]
+        stage = f"{part[0]} to {part[-1]}"
+        tried = [try_(stage, dict.fromkeys(part, rung)) for rung in RUNGS]
+        rounding = try_(stage, dict.fromkeys(part, EVERYTHING)).divergence if rounds else 0.0
         work.append([sum(given.visible[name] for name in part), *(one.work(part) for one in tried)])
         damage.append([0.0, *(max(0.0, one.divergence - rounding) for one in tried)])
     return torch.tensor(work, dtype=torch.float64).T, torch.tensor(damage, dtype=torch.float64).T
@@ -90,9 +94,12 @@ def _tried_as_a_whole(
     parts: Sequence[Sequence[str]], work: Tensor, damage: Tensor, allowed: float, rounding: float, try_: Try
 ) -> Iterator[tuple[Strictness, Outcome]]:
     """What the curves promise to be within the budget, all parts sparse together; corrected by what that did."""
-    budget = max(0.0, allowed - rounding)
+    budget, before = max(0.0, allowed - rounding), None
     for _ in range(1 + CORRECTIONS):
         picked = within_budget(work, damage, budget).tolist()
+        if picked == before:
+            return
+        before = picked
         steps = [(EVERYTHING, *RUNGS)[index] for index in picked]
         strictness = {name: step for part, step in zip(parts, steps, strict=True) for name in part}
         outcome = try_("together", strictness)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from sparge.backends.triton._prepare import sequence
-from sparge.backends.triton._select import WORD, share_row
+from sparge.backends.triton._select import WORD, head_of_part, share_row
 
 LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "share_rows", "words", "left",
-           "right", "tiles", "all_tiles", "first_head"]  # fmt: skip
+           "right", "tiles", "all_tiles", "first_head", "heads_here"]  # fmt: skip
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def probe(
     LOGS,  # scratch: float32 [programs, ROWS, key blocks, rounded up to whole words]
     SHARES,  # output: float16 [heads from first_head on, share_rows, key blocks, rounded up]; see share_row
     heads, kv_heads, q_len, k_len, q_tokens, k_tokens, share_rows, words, left, right, tiles, all_tiles, first_head,
-    scale,
+    heads_here, scale,
     q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PROBES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, HAS_VALID: tl.constexpr, PACKED: tl.constexpr,
@@ -62,8 +62,9 @@ def probe(
     for n in range(tl.program_id(0), all_tiles, tl.num_programs(0)):
         probe_tile(
             Q, K, VALID, UNBROKEN, Q_ENDS, K_ENDS, LOGS + tl.program_id(0).to(tl.int64) * ROWS * words * WORD,
-            SHARES, n % tiles, first_head + n // tiles, heads, kv_heads, q_len, k_len, q_tokens, k_tokens, share_rows,
-            words, left, right, first_head, scale, q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
+            SHARES, n % tiles, head_of_part(n // tiles, heads, first_head, heads_here, PACKED),
+            heads, kv_heads, q_len, k_len, q_tokens, k_tokens, share_rows, words, left, right, first_head, scale,
+            q_batch, q_head, q_row, q_dim, k_batch, k_head, k_row, k_dim,
             D, DP, BQ, BK, PROBES, ROWS, STEP, HAS_VALID, PACKED,
         )  # fmt: skip
 

@@ -22,10 +22,16 @@ FULL_LENGTH = tl.constexpr(probing.FULL_LENGTH)
 
 
 @triton.jit
+def head_of_part(n, heads, first_head, heads_here, PACKED: tl.constexpr):
+    """Which [batch, head] the n-th of a part is: of packed sequences a part has some heads of each."""
+    return (n // heads_here) * heads + first_head + n % heads_here if PACKED else first_head + n
+
+
+@triton.jit
 def share_row(bh, batch, head, first_row, share_rows, first_head, BQ: tl.constexpr, PACKED: tl.constexpr):
     """Where a sequence's rows of shares start: first what stands before its first query block, then its blocks."""
     if PACKED:
-        start = head * share_rows + slot_of(first_row, batch, BQ, PACKED) + batch
+        start = (head - first_head) * share_rows + slot_of(first_row, batch, BQ, PACKED) + batch
     else:
         start = (bh - first_head).to(tl.int64) * share_rows
     return start
@@ -39,7 +45,7 @@ def probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK: 
     """
     block = first + tl.arange(0, CHUNK)
     inside = (query_block < q_blocks)[:, None] & (block < k_blocks)[None, :]
-    place = SHARES + query_block[:, None] * width + block[None, :]
+    place = SHARES + query_block.to(tl.int64)[:, None] * width + block[None, :]
     before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     own = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
     return (own + NEIGHBOUR * before) / (1 + NEIGHBOUR)
@@ -251,8 +257,8 @@ def keep_chunk(
 
 
 LENGTHS = ["heads", "kv_heads", "q_len", "k_len", "q_tokens", "k_tokens", "q_slots", "k_slots", "words", "left",
-           "right", "sinks", "tiles", "chunks", "share_rows", "first_head", "first_row", "rows", "k_blocks",
-           "bits_batch", "bits_head"]  # fmt: skip
+           "right", "sinks", "tiles", "chunks", "share_rows", "first_head", "heads_here", "first_row", "rows",
+           "k_blocks", "bits_batch", "bits_head"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -264,7 +270,7 @@ def select(
     SHARES,  # as the probe left them
     BITS,  # output: int32 [BH, query blocks, words]
     heads, kv_heads, q_len, k_len, q_tokens, k_tokens, q_slots, k_slots, words, left, right, sinks, tiles, chunks,
-    share_rows, first_head, scale,
+    share_rows, first_head, heads_here, scale,
     D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
     USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
@@ -276,7 +282,7 @@ def select(
     QUERY_BLOCKS: tl.constexpr = ROWS // Q_SUBS
     SUB_ROWS: tl.constexpr = BQ // Q_SUBS
     tile = tl.program_id(0) % tiles
-    bh = first_head + tl.program_id(0) // tiles
+    bh = head_of_part(tl.program_id(0) // tiles, heads, first_head, heads_here, PACKED)
     head = bh % heads
     batch = (bh // heads).to(tl.int64)
     kv_head = head // (heads // kv_heads)
@@ -396,11 +402,12 @@ def select(
     to_share, asked, width = total, 0.0, words * WORD
     if USE_PROBE:
         # Shares are means over the sub-rows that judge anything; twice the mean of both kinds is compared.
-        judges = (total > 0).to(tl.float32)
+        judges = ((total > 0) & ~broken).to(tl.float32)
         mates = tl.sum(tl.reshape(judges, [QUERY_BLOCKS, Q_SUBS]), 1)
         mates = tl.reshape(tl.broadcast_to(mates[:, None], [QUERY_BLOCKS, Q_SUBS]), [ROWS])
-        to_share = tl.where(broken, 0.0, judges / (tl.where(total > 0, total, 1.0) * tl.maximum(mates, 1.0)))
-        asked = 2 * tl.load(PROBE + head) / tl.sqrt(tl.maximum(k_len, FULL_LENGTH).to(tl.float32) / FULL_LENGTH)
+        to_share = tl.where(judges > 0, 1.0 / (tl.where(judges > 0, total, 1.0) * tl.maximum(mates, 1.0)), 0.0)
+        there = tl.load(BEFORE + k_len) if HAS_VALID else k_len  # padding must not count
+        asked = 2 * tl.load(PROBE + head) / tl.sqrt(tl.maximum(there, FULL_LENGTH).to(tl.float32) / FULL_LENGTH)
         SHARES += share_row(bh, batch, head, first_row, share_rows, first_head, BQ, PACKED) * width
     block_top = query_block * BQ + offset
     block_bottom = tl.minimum((query_block + 1) * BQ, q_len) - 1 + offset

@@ -293,10 +293,9 @@ def shares_of(
         return q
     width = plan.words * WORD
     if blocks.probed is not None:
-        known = torch.nn.functional.pad(blocks.probed, (0, width - blocks.probed.shape[3]))
-        return known.flatten(0, 1)[part.first : part.stop].contiguous()
-    heads = part.stop - part.first if inputs.packing is None else plan.sizes.heads
-    shares = q.new_empty(heads, plan.share_rows, width, dtype=SHARE_DTYPE)
+        known = blocks.probed.flatten(0, 1)[part.first : part.stop]
+        return torch.nn.functional.pad(known, (0, width - known.shape[2])).contiguous()
+    shares = q.new_empty(part.stop - part.first, plan.share_rows, width, dtype=SHARE_DTYPE)
     if own_probe is not None and own_probe(blocks, config, plan, part, shares):
         return shares
     logs = q.new_empty(plan.logs, dtype=torch.float32)

@@ -167,18 +167,21 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
         "JUDGE": config.similarity is not None, "PROTECT": bool(config.protected),
         "PACKED": problem.packing is not None, "STORED": stored, **tuning,
     }  # fmt: skip
-    probes, heads = "probe" in config.rule and not everything, size.batch * size.heads
-    share_rows = size.q_slots + (1 if problem.packing is None else size.batch)  # what stands before each sequence too
-    step = heads
-    if probes and problem.packing is None:
-        step = min(heads, max(1, SHARE_BYTES // (2 * share_rows * words * WORD)))
+    probes = "probe" in config.rule and not everything
+    together = 1 if problem.packing is None else size.batch  # sequences whose heads lie in one part
+    share_rows = size.q_slots + together  # what stands before each sequence too
+    heads = size.batch * size.heads // together
+    step = min(heads, max(1, SHARE_BYTES // (2 * share_rows * words * WORD))) if probes else heads
     parts, logs = [], 0
     for first in range(0, heads, step):
         here = min(step, heads - first)
-        select = Launch(kernels.select, tiles * here, (*numbers, share_rows, first, problem.scale * LOG2_E), constants)
+        part = (share_rows, first, here)
+        select = Launch(
+            kernels.select, tiles * here * together, (*numbers, *part, problem.scale * LOG2_E), constants
+        )  # fmt: skip
         probe = None
         if probes:
-            count, probe = _probe(problem, config, size, words, share_rows, range(first, first + here), chip)
+            count, probe = _probe(problem, config, size, words, part, here * together, chip)
             logs = max(logs, count)
         parts.append(SelectedHeads(first, first + here, probe, select))
     scratch = (stored * shifts * tuning["CHUNK"], stored * shifts, logs)
@@ -186,20 +189,20 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
 
 
 def _probe(
-    problem: Signature, config: SparseConfig, size: Sizes, words: int, share_rows: int, heads: range, chip: int
+    problem: Signature, config: SparseConfig, size: Sizes, words: int, part: tuple[int, int, int], heads: int, chip: int
 ) -> tuple[int, Launch]:
-    """How many numbers of scratch it takes, and the launch."""
+    """How many numbers of scratch it takes, and the launch for as many heads, of all sequences together."""
     from sparge.backends.triton import _probe as kernels
 
     rows = size.q_blocks * config.probe_rows
     float32 = problem.dtype == torch.float32
-    tuning = probe_sizes(chip, size.dim, config.block[1], float32, rows * len(heads))
+    tuning = probe_sizes(chip, size.dim, config.block[1], float32, rows * heads)
     tiles = -(-rows // tuning["ROWS"])
-    all_tiles, per_program = tiles * len(heads), tuning["ROWS"] * words * WORD
+    all_tiles, per_program = tiles * heads, tuning["ROWS"] * words * WORD
     programs = min(all_tiles, PROBE_PROGRAMS, max(1, WEIGHT_BYTES // (4 * per_program)))
     numbers = (
-        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, share_rows, words,
-        *reach(problem), tiles, all_tiles, heads.start, problem.scale * LOG2_E,
+        size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, part[0], words,
+        *reach(problem), tiles, all_tiles, *part[1:], problem.scale * LOG2_E,
         *_strides(problem, problem.q_strides, problem.k_strides),
     )  # fmt: skip
     constants = {
