@@ -406,8 +406,9 @@ def select(
         mates = tl.sum(tl.reshape(judges, [QUERY_BLOCKS, Q_SUBS]), 1)
         mates = tl.reshape(tl.broadcast_to(mates[:, None], [QUERY_BLOCKS, Q_SUBS]), [ROWS])
         to_share = tl.where(judges > 0, 1.0 / (tl.where(judges > 0, total, 1.0) * tl.maximum(mates, 1.0)), 0.0)
-        there = tl.load(BEFORE + k_len) if HAS_VALID else k_len  # padding must not count
-        asked = 2 * tl.load(PROBE + head) / tl.sqrt(tl.maximum(there, FULL_LENGTH).to(tl.float32) / FULL_LENGTH)
+        valid_keys = tl.load(BEFORE + k_len) if HAS_VALID else k_len  # padding must not count
+        length = tl.maximum(valid_keys, FULL_LENGTH).to(tl.float32)
+        asked = 2 * tl.load(PROBE + head) / tl.sqrt(length / FULL_LENGTH)
         SHARES += share_row(bh, batch, head, first_row, share_rows, first_head, BQ, PACKED) * width
     block_top = query_block * BQ + offset
     block_bottom = tl.minimum((query_block + 1) * BQ, q_len) - 1 + offset
