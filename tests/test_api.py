@@ -92,7 +92,7 @@ def test_sliding_windows(window, is_causal):
 
 
 def test_the_default_is_near_dense_attention_and_really_sparse():
-    q, k, v = tensors(heads=4, q_len=2048, dim=32, contrast=8.0)
+    q, k, v = tensors(heads=4, q_len=4096, dim=32, contrast=8.0)
     out, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True)
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert stats.sparsity > 0.3
@@ -249,9 +249,12 @@ def test_stats_say_which_backend_ran_and_why():
 @pytest.mark.parametrize(
     ("q_len", "k_len", "is_dense"), [(2047, 2047, True), (2048, 2048, False), (16, 9000, True), (1500, 3300, False)]
 )
-def test_calls_too_short_to_gain_are_dense_on_a_cpu(q_len, k_len, is_dense):
+@pytest.mark.parametrize("rule", ["gap", ("gap", "probe")])
+def test_calls_too_short_to_gain_are_dense_on_a_cpu(rule, q_len, k_len, is_dense):
+    if "probe" in rule:  # computes rows, and pays from twice the length on
+        q_len, k_len = 2 * q_len, 2 * k_len
     q, k, v = tensors(q_len=q_len, k_len=k_len, heads=1)
-    out, stats = sparge.attention(q, k, v, is_causal=True, return_stats=True)
+    out, stats = sparge.attention(q, k, v, is_causal=True, config=SparseConfig(rule=rule), return_stats=True)
     assert (stats.backend == "dense") is is_dense
     if is_dense:
         want, _ = plain_attention(q, k, v, seen_pairs(q_len, k_len, True))

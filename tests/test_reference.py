@@ -267,7 +267,7 @@ def test_the_probe_of_rows_that_see_nothing_claims_nothing(monkeypatch):
     inputs = problem(*tensors(4, q_len=300, k_len=40, contrast=4.0), is_causal=True)
     config = replace(ONLY_BEST, rule=("topk", "probe"), probe=0.0)
     whole = selected(inputs, config)
-    monkeypatch.setattr(reference, "SCORES_AT_ONCE", 1)  # a block of them by itself
+    monkeypatch.setattr(reference, "PROBED_AT_ONCE", 1)  # a block of them by itself
     assert selected(inputs, config).equals(whole)
     assert whole.to_dense().any(-1)[0, 0].tolist() == [False] * 4 + [True]
 

@@ -122,9 +122,9 @@ def test_models_of_transformers_use_it() -> None:
 
 
 def test_a_call_that_sparge_computes_dense_is_not_counted_as_sparse() -> None:
-    q = randn(0, 1, 1, 2048, 16)
+    q = randn(0, 1, 1, 4096, 16)
     with sparge.patched() as calls:
-        functional.scaled_dot_product_attention(q[:, :, :2047], q, q)
+        functional.scaled_dot_product_attention(q[:, :, :4095], q, q)
         functional.scaled_dot_product_attention(q, q, q)
     assert (calls.sparse, calls.dense.total()) == (1, 1)
     assert "too short to gain" in str(calls)

@@ -42,19 +42,16 @@ def probe_scores(
     return scores
 
 
-def probe_shares(scores: Tensor, base: Tensor, total: float | None, config: SparseConfig) -> Tensor:
+def probe_shares(probability: Tensor, config: SparseConfig) -> Tensor:
     """float16 [B, Hq, query blocks, key blocks]: the mean share of each key block in what the block's rows attend to.
 
-    Weights are relative to `base` [B, Hq, R]; what a row sees weighs `total`, or None: as much as these keys. Scores
-    begin where a block does, and are overwritten: this is most of what selection does on a CPU.
+    Probabilities [B, Hq, R, keys] begin where a block does; NaN are those of rows that see nothing.
     """
-    weights = scores.sub_(base[..., None]).exp_()
-    missing = -scores.shape[3] % config.block[1]
+    missing = -probability.shape[3] % config.block[1]
     if missing:
-        weights = torch.nn.functional.pad(weights, (0, missing))
-    held = weights.unflatten(-1, (-1, config.block[1])).sum(-1)
-    share = held / (held.sum(-1, keepdim=True) if total is None else total)
-    mean: Tensor = share.nan_to_num().unflatten(2, (-1, config.probe_rows)).mean(3)  # NaN: a row that sees nothing
+        probability = torch.nn.functional.pad(probability, (0, missing))
+    held = probability.unflatten(-1, (-1, config.block[1])).sum(-1)
+    mean: Tensor = held.nan_to_num().unflatten(2, (-1, config.probe_rows)).mean(3)
     return mean.to(SHARE_DTYPE)
 
 

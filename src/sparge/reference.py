@@ -23,6 +23,7 @@ from sparge.stages import Blocks, Output
 
 GROUP = 64  # query rows that share one second-stage decision, on every backend
 SCORES_AT_ONCE = 1 << 18  # bounds the memory of selection
+PROBED_AT_ONCE = 1 << 20  # and of the probe: few rows at a time would read the keys too often
 ROWS_AT_ONCE = 1 << 12  # bounds the memory of summaries: token rows of all heads
 
 
@@ -230,7 +231,7 @@ def probe(inputs: Inputs, config: SparseConfig) -> Tensor:
     batch, heads, q_len, _ = inputs.query.shape
     k_len, sight, key = inputs.key.shape[2], inputs.visibility, inputs.key.to(torch.bfloat16).float()
     rows = probe_positions(q_len, config.block[0], config.probe_rows, key.device)
-    step = max(1, SCORES_AT_ONCE // (batch * heads * config.probe_rows * k_len))
+    step = max(1, PROBED_AT_ONCE // (batch * heads * config.probe_rows * k_len))
     shape = (batch, heads, 1 + len(rows), -(-k_len // config.block[1]))
     probed = torch.zeros(shape, dtype=SHARE_DTYPE, device=key.device)
     for first in range(0, len(rows), step):
@@ -241,7 +242,7 @@ def probe(inputs: Inputs, config: SparseConfig) -> Tensor:
         some, free = rows[first : first + step].flatten(), min(stop, sight.keys_seen_from(top, bottom))
         query = inputs.query[:, :, some].to(torch.bfloat16).float()
         scores = probe_scores(query, key[:, :, :stop], inputs.scale, sight, some, range(stop), free)
-        part = probe_shares(scores, scores.amax(-1), None, config)
+        part = probe_shares(scores.softmax(-1), config)
         probed[:, :, 1 + first : 1 + first + step, : part.shape[3]] = part
     probed[:, :, 0] = probed[:, :, 1]  # nothing stands before the first block
     return probed

@@ -19,8 +19,9 @@ from sparge.stages import Blocks, Output
 WORTH_PREDICTING = 3e9
 WORTH_PREDICTING_CAPTURED = 2e9
 # Tokens from which a sparse call is tried on a CPU, the harmonic mean of rows and keys: prediction reads each once,
-# dense attention every pair. From here on the CPU engine is as fast as torch's kernel even if nothing is skipped.
+# dense attention every pair. From here on the CPU engine is about as fast as torch's kernel even if nothing is skipped.
 TOKENS_WORTH_PREDICTING = 2048
+TOKENS_WORTH_PROBING = 4096
 MOST_MASKED_PAIRS = 1 << 24  # on a CPU torch makes a matrix of causal order between unequal lengths
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
 
@@ -49,7 +50,7 @@ class DenseBackend:
         pairs = sight.q_len * sight.k_len
         if query.device.type == "cpu" and causal and sight.q_len < sight.k_len and pairs > MOST_MASKED_PAIRS:
             return "torch would make a mask of every pair"
-        if _worth_predicting(inputs) and (query.device.type == "cpu" or not config.keeps_everything):
+        if _worth_predicting(inputs, config) and (query.device.type == "cpu" or not config.keeps_everything):
             return "enough work for sparsity to pay"
         return None
 
@@ -71,10 +72,11 @@ class DenseBackend:
         return Output(values, None, skipped)
 
 
-def _worth_predicting(inputs: Inputs) -> bool:
+def _worth_predicting(inputs: Inputs, config: SparseConfig) -> bool:
     device, rows, keys = inputs.query.device, inputs.query.shape[2], inputs.key.shape[2]
     if device.type == "cpu":
-        return 2 * rows * keys >= TOKENS_WORTH_PREDICTING * (rows + keys)
+        tokens = TOKENS_WORTH_PROBING if "probe" in config.rule else TOKENS_WORTH_PREDICTING
+        return 2 * rows * keys >= tokens * (rows + keys)
     captured = torch.cuda.is_current_stream_capturing()
     return _operations(inputs) >= (WORTH_PREDICTING_CAPTURED if captured else WORTH_PREDICTING) * _processors(device)
 

@@ -60,7 +60,7 @@ class Probe:
         width = _count(self.share, self.config.block[1])
         shares = torch.zeros(*lse.shape[:2], len(self.rows), width, dtype=SHARE_DTYPE, device=lse.device)
         for blocks, column, scores in self._scores():
-            part = probe_shares(scores, lse[:, :, self._rows_of(blocks)], 1.0, self.config)
+            part = probe_shares(scores.sub_(lse[:, :, self._rows_of(blocks), None]).exp_(), self.config)
             shares[:, :, blocks, column : column + part.shape[3]] = part
         return shares
 
