@@ -187,7 +187,7 @@ def test_failed_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.model
 @pytest.mark.filterwarnings("default")
 def test_demo_on_the_real_model(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["demo", "--tokens", "2048", "--output", str(tmp_path)])
+    result = runner.invoke(app, ["demo", "--tokens", "4096", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     numbers = json.loads((tmp_path / "result.json").read_text())
     assert numbers["dense_perplexity"] < 20  # a language model, not noise

@@ -114,7 +114,7 @@ class SparseConfig:
     @classmethod
     def of_settings(cls, settings: Mapping[str, Any]) -> SparseConfig:
         """From all settings by name, as `encoded` has them; what no rule uses may be the default of another version."""
-        rule = settings["rule"]
+        rule = settings.get("rule", cls.rule)
         names = (rule,) if isinstance(rule, str) else rule
         if not isinstance(names, (tuple, list)):
             return cls(**settings)  # which refuses it

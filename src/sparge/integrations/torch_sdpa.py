@@ -72,7 +72,7 @@ def patched(config: SparseConfig | None = None) -> Iterator[Calls]:
     mean what they mean in torch: is_causal aligns top-left. Code under torch.compile stays dense. Blocks may be nested;
     the innermost counts. The Calls that it gives say how many calls were sparse, and why the others were not.
 
-    >>> q = torch.randn(1, 1, 2048, 64)
+    >>> q = torch.randn(1, 1, 4096, 64)
     >>> with patched() as calls:
     ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     >>> print(calls)
