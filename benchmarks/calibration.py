@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import sparge
-from sparge import SparseConfig, budget
+from sparge import SparseConfig, judging
 from sparge.evaluate.models import SMOLLM2_NAME, load_smollm2
+from sparge.exact import exact_rows
 from sparge.inputs import prepare_inputs
 
 RULES = {
@@ -37,14 +38,14 @@ Trial = dict[str, Any]
 
 def trials_of(query: Tensor, key: Tensor, value: Tensor, exact: Tensor, scale: float) -> list[Trial]:
     """Every rule and head of one layer."""
-    rows = budget.sampled_rows(query.shape[2], query.device)
+    rows = judging.sampled_rows(query.shape[2], query.device)
     inputs = prepare_inputs(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    sampled = budget.exact_rows(inputs, rows)
+    sampled = exact_rows(inputs, rows)
     found = []
     for name, config in RULES.items():
         got = sparge.attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True, config=config)
         true = (got - exact).abs().sum((-1, -2)) / exact.abs().sum((-1, -2))
-        error, bound = budget.estimated_error(got[:, :, rows], sampled, query.shape[2])
+        error, bound = judging.estimated_error(got[:, :, rows], sampled, query.shape[2])
         for head, numbers in enumerate(zip(true[0].tolist(), error[0].tolist(), bound[0].tolist(), strict=True)):
             found.append({"rule": name, "head": head, **dict(zip(("true", "error", "bound"), numbers, strict=True))})
     return found
@@ -123,8 +124,8 @@ def main() -> None:
     trials = measure(chosen.texts, chosen.tokens)
     facts = {
         "model": SMOLLM2_NAME, "tokens": chosen.tokens, "texts": [path.stem for path in chosen.texts],
-        "sampled rows": len(budget.sampled_rows(chosen.tokens, torch.device("cpu"))),
-        "deviations": budget.DEVIATIONS, "sparge": sparge.__version__, "torch": torch.__version__,
+        "sampled rows": len(judging.sampled_rows(chosen.tokens, torch.device("cpu"))),
+        "deviations": judging.DEVIATIONS, "sparge": sparge.__version__, "torch": torch.__version__,
     }  # fmt: skip
     table = failures(trials)
     chosen.json.write_text(json.dumps({"facts": facts, "budgets": table}, indent=1) + "\n", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import sparge
@@ -13,13 +15,15 @@ def main() -> None:
     for quantization in ("none", "int8", "int8-fp8"):
         for dim, block, is_causal in ((64, (128, 64), True), (80, (64, 32), False), (256, (128, 128), True)):
             config = SparseConfig(
-                rule=("gap", "cdf"), gap=0.5, cdf=0.5, quantization=quantization, block=block,
+                rule=("gap", "cdf", "probe"), gap=0.5, cdf=0.5, quantization=quantization, block=block,
                 similarity=0.0, pv_threshold=-2.0 if is_causal else None,
             )  # fmt: skip
             q = torch.randn(1, 4, 200, dim, device="cuda", dtype=torch.bfloat16)
             k, v = (torch.randn(1, 2, 333, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             padding = torch.rand(1, 1, 1, 333, device="cuda") < 0.9
             sparge.attention(q, k, v, padding, is_causal=is_causal, enable_gqa=True, config=config, return_lse=True)
+            strict = replace(config, max_error=0.1)
+            sparge.attention(q, k, v, is_causal=is_causal, enable_gqa=True, config=strict, return_lse=True)
             ends = [torch.tensor(n, device="cuda") for n in ([0, 70, 200], [0, 130, 333])]
             packed = (x[0].transpose(0, 1) for x in (q, k, v))
             sparge.varlen_attention(*packed, *ends, 130, 203, is_causal, config=config, return_lse=True)

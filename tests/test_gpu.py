@@ -10,7 +10,8 @@ import torch
 from problems import plain_attention, randn, relative_l1, seen_pairs
 
 import sparge
-from sparge import SparseConfig, exact
+from sparge import SparseConfig, budget, exact
+from sparge.backends import choose
 from sparge.inputs import prepare_inputs
 
 pytestmark = [
@@ -115,6 +116,41 @@ def test_exact_rows_do_not_depend_on_how_many_keys_are_taken_at_once(dim, dtype,
     monkeypatch.setattr(exact, "SCORES_AT_ONCE", 1 << 17)
     assert exact._is_fused(q, k, v) == (dim == 64 or dtype == torch.float32)
     assert relative_l1(exact.exact_rows(inputs, rows).cpu(), want.cpu()) < (0.01 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "over", [[[1, 0, 0, 1], [0, 0, 1, 0]], [[0] * 4] * 2, [[1] * 4] * 2], ids=["some", "none", "all"]
+)
+def test_heads_are_redone_in_their_place(quantization, is_causal, over):
+    q, k, v = (on_gpu(n, 2, heads, 1501, 128) for n, heads in enumerate((4, 2, 2)))
+    inputs = prepare_inputs(q, k, v, is_causal=is_causal, enable_gqa=True)
+    config = SparseConfig(rule="topk", topk=0.1, quantization=quantization)
+    backend = choose(inputs, config).backend
+    assert backend.name == FASTEST
+    blocks = backend.summarize(inputs, config)
+    output = backend.attend(blocks, backend.select(blocks, config), config)
+    before, lse = output.values.clone(), output.lse.clone()
+    heads = torch.tensor(over, device="cuda").bool()
+    budget.redo(heads, output, blocks, backend, config)
+    assert torch.equal(output.values[~heads], before[~heads])
+    assert torch.equal(output.lse[~heads], lse[~heads])
+    want, want_lse = plain_attention(q.cpu(), k.cpu(), v.cpu(), seen_pairs(1501, 1501, is_causal))
+    heads = heads.cpu()
+    if heads.any():
+        assert relative_l1(output.values.cpu()[heads], want[heads]) < 0.01
+        assert (output.lse.cpu()[heads] - want_lse[heads]).abs().max() < 0.01
+
+
+def test_heads_without_16_bit_inputs_are_redone_in_the_formats_of_the_call():
+    """Float32 tiles of this width do not fit."""
+    q, k, v = (on_gpu(n, 1, 2, 700, 160, dtype=torch.float32) for n in range(3))
+    config = SparseConfig(rule="topk", topk=0.1, quantization="int8-fp8", max_error=0.2)
+    out, stats = sparge.attention(q, k, v, config=config, return_stats=True)
+    assert stats.redone.all()
+    want, _ = plain_attention(q.cpu(), k.cpu(), v.cpu(), seen_pairs(700, 700))
+    assert relative_l1(out.cpu(), want) < 0.08
 
 
 def test_stats_and_budgets_need_no_mask_of_a_byte_per_block():

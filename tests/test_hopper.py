@@ -15,7 +15,8 @@ from torch import Tensor
 from sparge import BlockMask, SparseConfig, reference
 from sparge.backends.hopper import launch_probe
 from sparge.backends.hopper.launch import CHIP, HopperBackend
-from sparge.backends.triton.launch import TritonBackend, shares_of
+from sparge.backends.triton.launch import TritonBackend
+from sparge.backends.triton.launch_select import shares_of
 from sparge.backends.triton.plans import select_plan
 from sparge.inputs import Inputs, pack_inputs
 from sparge.packing import Packing

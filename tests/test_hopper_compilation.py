@@ -13,11 +13,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
 import aot
+from problems import EXACT
 
 from sparge import SparseConfig
 from sparge.backends.hopper import launch, launch_probe
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
+from sparge.stages import Output, Redo
 
 ARCH = 90
 
@@ -123,6 +125,25 @@ def test_the_kernel_for_16_bit_values_compiles_and_fits(
     assert spills[:2] == [0, 0]
     assert f"m64n128k{32 if quantization == 'int8' else 16}.{scores}" in resources.ptx
     assert f"f32.{name}.{name}" in resources.ptx
+    assert not resources.serialized
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_kernel_for_heads_anew_compiles_and_fits(monkeypatch, is_causal):
+    pose_as_hopper(monkeypatch)
+    query, key, value = (torch.empty(1, 2, 1000, 128, dtype=torch.bfloat16) for _ in range(3))
+    inputs = prepare_inputs(query, key, value, is_causal=is_causal)
+    output = Output(inputs.empty_output(), torch.empty(1, 2, 1000), torch.zeros(1, 2))
+    backend, noted = launch.HopperBackend(), []
+    with aot.recorded_launches(noted):
+        blocks = backend.summarize(inputs, EXACT)
+        backend.attend_again(blocks, EXACT, Redo(torch.ones(1, 2).bool(), output))
+    kernel, args, kwargs = noted[-2]
+    assert "hopper" in kernel.__module__
+    assert kwargs["SOME_HEADS"]
+    resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    assert resources.spills_in_loops("HGMMA")[:2] == [0, 0]
     assert not resources.serialized
 
 

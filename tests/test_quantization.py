@@ -88,14 +88,31 @@ def test_value_scales_are_powers_of_two_that_leave_room():
     assert_e4m3_of(quantized, scale, mean, value)
 
 
-def test_values_lose_about_their_mean_and_the_first_token_nothing_else():
+def test_values_lose_about_their_mean_and_a_first_token_near_zero_nothing_else():
     value = randn(0, 2, 3, 100, 16) * torch.logspace(-4, 4, 16) + randn(1, 2, 3, 1, 16)
+    value[:, :, 0] *= 0.1
     quantized, scale, mean = quantize_values(value)
     exact, first = value.mean(2), value[:, :, 0]
     assert ((mean - exact).abs() <= (exact - first).abs() / 16 + scale * 2**-9).all()
     assert not torch.allclose(mean, exact)
     restored = quantized[:, :, 0].float() * scale + mean
     assert ((restored - first).abs() <= 1e-6 * value.abs().amax(2)).all()
+
+
+def test_values_about_zero_lose_nothing():
+    """Their rounding errors cancel: what they sum up to is no further off than their number lets expect."""
+    value = randn(0, 2, 3, 30_000, 16, dtype=torch.bfloat16)
+    quantized, scale, mean = quantize_values(value)
+    assert not mean.any()
+    off = quantized.float() * scale[:, :, None] - value.float()
+    assert (off.mean(2).abs() <= 5 * off.std(2) / 30_000**0.5).all()
+
+
+def test_values_far_from_zero_lose_their_mean():
+    value = randn(0, 2, 3, 5000, 16) + 2.0
+    _, _, mean = quantize_values(value)
+    exact, first = sampled_mean(value, None), value[:, :, 0]
+    assert ((mean - exact).abs() <= (exact - first).abs() / 16 + 2**-9).all()
 
 
 def test_values_that_are_all_equal_are_their_mean():

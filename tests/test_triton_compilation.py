@@ -12,12 +12,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 import aot
+from problems import EXACT
 
 from sparge import SparseConfig
 from sparge.backends.triton import launch, plans, sizes
 from sparge.config import RULES
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
+from sparge.stages import Output, Redo
 
 MAX_SPILL = 16  # bytes
 FP8_SINCE = 89
@@ -114,6 +116,26 @@ def test_the_probe_of_many_rows_compiles_and_fits(monkeypatch, dim):
     monkeypatch.setattr(plans, "probe_sizes", lambda *known: sizes.probe_sizes(*known[:-1], 1 << 20))
     (built,) = compile_all(monkeypatch, 90, SparseConfig(rule="probe", quantization="none"), dim, only="probe")
     assert TENSOR_CORE[90] in built.ptx
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_error_budget_compiles_and_fits(monkeypatch, arch, dim):
+    monkeypatch.setattr(launch, "capability", lambda device: arch)
+    backend, config, inputs, noted = launch.TritonBackend(), EXACT, a_problem(dim, packed=False), []
+    output = Output(inputs.empty_output(), torch.empty(1, 2, 1000), torch.zeros(1, 2))
+    with aot.recorded_launches(noted):
+        rows = torch.arange(0, 1000, 9)
+        backend.judge(output.values, backend.exact_rows(inputs, rows), rows, 0.1)
+        blocks = backend.summarize(inputs, config)
+        del noted[3:]
+        backend.attend_again(blocks, config, Redo(torch.ones(1, 2).bool(), output))
+    assert noted.pop()[2]["CAREFUL"]
+    assert [kernel.__name__ for kernel, _, _ in noted] == ["attend_rows", "merge_parts", "judge", "expand", "attend"]
+    built = [aot.compile_kernel(*launched, arch) for launched in noted]
+    assert all(resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[arch] * 1024 for resources in built), built
+    assert all(resources.spill_bytes <= MAX_SPILL for resources in built[:-1]), built  # of the last, as above
+    assert TENSOR_CORE[arch] in built[0].ptx
 
 
 @pytest.mark.every_format

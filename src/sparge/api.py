@@ -12,13 +12,14 @@ from torch import Tensor
 
 from sparge.backends import Choice, choose, takes_packed
 from sparge.block_mask import BlockMask
-from sparge.budget import Verdict, enforce
+from sparge.budget import enforce
 from sparge.calls import heads_first, kind_of_call, known_call, remember
 from sparge.config import SparseConfig
 from sparge.distributed.agreement import refusals_told
 from sparge.distributed.context import current_parallel, refuse_in_block
 from sparge.distributed.run import Results, attend_packed_shards, attend_shards
 from sparge.inputs import Inputs, Window, pack_inputs, prepare_inputs, restore
+from sparge.judging import Verdict
 from sparge.library import is_traced, traced_attention
 from sparge.observe import is_observed, note
 from sparge.packing import Packing, sequence_ends
@@ -276,7 +277,7 @@ class Run:
         skipped = self.output.skipped_pv.clone()  # a backend may hand out a view of shared zeros
         if self.verdict is None:
             return Stats(executed, visible, skipped, name, self.choice.reason, quantization)
-        error, redone = self.verdict.error, self.verdict.redone
+        error, redone = self.verdict.error, self.verdict.over
         executed = torch.where(redone, visible, executed)
         return Stats(executed, visible, skipped, name, self.choice.reason, quantization, error, redone)
 

@@ -19,16 +19,17 @@ Part = tuple[Tensor, Tensor]  # values and LSE, float32
 
 def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
     """[B, Hq, R, Dv]: dense attention of rows [R], in the inputs' dtype."""
-    key, value, group, sight = inputs.key, inputs.value, inputs.group_size, inputs.visibility
-    query = inputs.query[:, :, rows]
+    group, sight = inputs.group_size, inputs.visibility
+    query, everything = inputs.query[:, :, rows], range(sight.k_len)
     if sight.key_valid is None and sight.left >= sight.k_len and sight.right >= sight.k_len:
-        out = scaled_dot_product_attention(_folded(query, group), key, value, scale=inputs.scale)
+        out = scaled_dot_product_attention(_folded(query, group), inputs.key, inputs.value, scale=inputs.scale)
     elif _pairs_per_key(query, sight, group) * sight.k_len <= PAIRS_AT_ONCE:
-        seen = sight.pairs(rows, range(sight.k_len)).repeat(1, 1, group, 1)
+        seen = sight.pairs(rows, everything).repeat(1, 1, group, 1)
+        key, value = _cleared(inputs.key, sight, everything), _cleared(inputs.value, sight, everything)
         out = scaled_dot_product_attention(_folded(query, group), key, value, seen, scale=inputs.scale)
         out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
     else:
-        out = attend_keys(query, key, value, inputs.scale, sight, rows, range(sight.k_len))[0].to(query.dtype)
+        out = attend_keys(query, inputs.key, inputs.value, inputs.scale, sight, rows, everything)[0].to(query.dtype)
     return out.reshape(*query.shape[:3], -1)
 
 
@@ -45,10 +46,18 @@ def attend_keys(
     for first in range(0, len(keys), step):
         some = slice(first, min(first + step, len(keys)))
         seen = sight.pairs(rows, keys[some]).repeat(1, 1, group, 1)
-        part = attend(folded, key[:, :, some], value[:, :, some], seen, scale)
+        k, v = (_cleared(x[:, :, some], sight, keys[some]) for x in (key, value))
+        part = attend(folded, k, v, seen, scale)
         found = part if found is None else merge(*found, *part)
     assert found is not None
     return found[0].reshape(*query.shape[:3], -1), found[1].reshape(query.shape[:3])
+
+
+def _cleared(x: Tensor, sight: Visibility, keys: range) -> Tensor:
+    """Padding may hold anything, and 0 times NaN is NaN."""
+    if sight.key_valid is None:
+        return x
+    return torch.where(sight.key_valid[:, None, keys.start : keys.stop, None], x, 0.0)
 
 
 def _folded(query: Tensor, group: int) -> Tensor:

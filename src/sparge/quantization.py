@@ -19,6 +19,7 @@ SAMPLE_TILE = 64  # tokens sampled together
 SAMPLED_TILES = 32  # fewest, where there are that many
 SAMPLE_ROOM = 2.0**-4  # values of the sample come to at most 32, of 448
 SMALLEST_SCALE = 2.0**-126
+LITTLE_VALUE = 0.125  # of the sample's largest: a first token below it draws weight; a mean above it shows in sums
 P_SCALE = 256.0  # probabilities are at most 1: 2^8 uses e4m3's range without overflow
 
 
@@ -113,14 +114,17 @@ def value_scale_and_mean(value: Tensor, valid: Tensor | None) -> tuple[Tensor, T
     """Both from a sample, [B, H, Dv]: a power of two well above its values, and what is taken from every value.
 
     Tensor cores add e4m3 products with few bits, and lose most where all have one sign: hence the mean. In language
-    models the first token has most of the weight and next to no value, and must come out exact: what is taken is so far
-    from it that e4m3 holds the difference.
+    models the first token has most of the weight and next to no value, and must come out exact: what is taken is then
+    so far from it that e4m3 holds the difference. Where neither is so, nothing is taken: 16-bit numbers about zero have
+    rounding errors that cancel, and none has them about another point.
     """
     few = sampled(value if valid is None else torch.where(valid[:, None, :, None], value, 0.0))
-    scale = (_power_below(few.abs().amax(2)) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
-    first = few[:, :, 0]
-    apart = (sampled_mean(value, valid) / scale - first / scale).to(torch.float8_e4m3fn).float()
-    return scale, first + apart * scale
+    largest, first, mean = few.abs().amax(2), few[:, :, 0], sampled_mean(value, valid)
+    scale = (_power_below(largest) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
+    apart = (mean / scale - first / scale).to(torch.float8_e4m3fn).float()
+    most = LITTLE_VALUE * largest.sum(-1, keepdim=True)
+    smooth = (first.abs().sum(-1, keepdim=True) <= most) | (mean.abs().sum(-1, keepdim=True) >= most)
+    return scale, torch.where(smooth, first + apart * scale, 0.0)
 
 
 def widened(scale: Tensor, largest: Tensor) -> Tensor:

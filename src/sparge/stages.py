@@ -48,6 +48,14 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Redo:
+    """Some heads to compute anew, into an output that has the others already."""
+
+    heads: Tensor  # bool [B, Hq]
+    output: Output
+
+
+@dataclass(frozen=True)
 class Stats:
     """What one call did. Tensors stay on the device; reading them is the caller's synchronisation.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sparge import reference
 from sparge.backends.cpu.launch import CpuBackend
@@ -16,8 +17,11 @@ from sparge.backends.hopper.launch import HopperBackend
 from sparge.backends.triton.launch import TritonBackend
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.exact import exact_rows
 from sparge.inputs import Inputs
-from sparge.stages import Blocks, Output
+from sparge.judging import Verdict, judge
+from sparge.redoing import attend_again
+from sparge.stages import Blocks, Output, Redo
 
 
 class Backend(Protocol):
@@ -42,6 +46,15 @@ class Backend(Protocol):
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output: ...
 
+    def exact_rows(self, inputs: Inputs, rows: Tensor) -> Tensor:
+        """Dense attention of rows [R], unquantised: [B, Hq, R, Dv] in the inputs' dtype."""
+
+    def judge(self, values: Tensor, exact: Tensor, rows: Tensor, max_error: float) -> Verdict:
+        """Which heads may be further off than max_error, by rows [R] of [B, Hq, Nq, Dv] as they should be."""
+
+    def attend_again(self, blocks: Blocks, config: SparseConfig, redo: Redo) -> None:
+        """Attention over all visible blocks of some heads, in their place."""
+
 
 class ReferenceBackend:
     """The oracle: every mode on every device, at the cost of dense attention or more."""
@@ -62,6 +75,9 @@ class ReferenceBackend:
     summarize = staticmethod(reference.summarize)
     select = staticmethod(reference.select)
     attend = staticmethod(reference.attend)
+    exact_rows = staticmethod(exact_rows)
+    judge = staticmethod(judge)
+    attend_again = attend_again
 
 
 # Best first. The dense one stands before the sparse kernels because it takes only what they cannot speed up.

@@ -10,13 +10,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.exact import exact_rows
 from sparge.inputs import Inputs
+from sparge.judging import judge
+from sparge.redoing import attend_again
 from sparge.stages import Blocks, Output
 
 # Operations of dense attention, per multiprocessor, from which a sparse call is tried. Below, launching its kernels
 # takes the host about as long as dense attention takes, and only calls that skip much would gain; a graph under
 # capture does not pay for launches, but for preparation.
 WORTH_PREDICTING = 3e9
+WORTH_PROBING = 5e9
 WORTH_PREDICTING_CAPTURED = 2e9
 # Tokens from which a sparse call is tried on a CPU, the harmonic mean of rows and keys: prediction reads each once,
 # dense attention every pair. From here on the CPU engine is about as fast as torch's kernel even if nothing is skipped.
@@ -71,14 +75,20 @@ class DenseBackend:
         values = DensePlan.of(inputs).attention(inputs.query, inputs.key, inputs.value)
         return Output(values, None, skipped)
 
+    exact_rows = staticmethod(exact_rows)
+    judge = staticmethod(judge)
+    attend_again = attend_again
+
 
 def _worth_predicting(inputs: Inputs, config: SparseConfig) -> bool:
     device, rows, keys = inputs.query.device, inputs.query.shape[2], inputs.key.shape[2]
     if device.type == "cpu":
         tokens = TOKENS_WORTH_PROBING if "probe" in config.rule else TOKENS_WORTH_PREDICTING
         return 2 * rows * keys >= tokens * (rows + keys)
-    captured = torch.cuda.is_current_stream_capturing()
-    return _operations(inputs) >= (WORTH_PREDICTING_CAPTURED if captured else WORTH_PREDICTING) * _processors(device)
+    worth = WORTH_PROBING if "probe" in config.rule else WORTH_PREDICTING
+    if torch.cuda.is_current_stream_capturing():
+        worth = WORTH_PREDICTING_CAPTURED
+    return _operations(inputs) >= worth * _processors(device)
 
 
 def _operations(inputs: Inputs) -> int:

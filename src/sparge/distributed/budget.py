@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from sparge.backends import choose
-from sparge.budget import SLOW, Verdict, error_of_rows, loses_nothing, row_errors, sampled_rows
+from sparge.budget import SLOW, loses_nothing
 from sparge.config import SparseConfig
 from sparge.distributed.ring import RingResult, attend_ring
 from sparge.distributed.sharding import Share, Shares
 from sparge.distributed.wire import BUDGET, Team
 from sparge.exact import Part, attend_keys
 from sparge.inputs import Inputs
+from sparge.judging import Verdict, error_of_rows, row_errors, sampled_rows
 from sparge.merging import merge
 from sparge.visibility import Visibility
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparge.budget import Verdict
 from sparge.config import SparseConfig
 from sparge.distributed.agreement import agree
 from sparge.distributed.budget import enforce_in_ring
@@ -34,6 +33,7 @@ from sparge.distributed.sharding import (
 from sparge.distributed.ulysses import HeadSplit, from_heads, to_heads
 from sparge.distributed.wire import PADDING, STATS, TO_BLOCKS, Team
 from sparge.inputs import Inputs
+from sparge.judging import Verdict
 from sparge.packing import sequence_ends
 from sparge.stages import Stats
 from sparge.visibility import Visibility
@@ -187,8 +187,8 @@ def _told_once(verdict: Verdict | None, ring: Team) -> tuple[Tensor | None, Tens
     if verdict is None:
         return None, None
     if ring.rank == 0:
-        return verdict.error, verdict.redone
-    return torch.zeros_like(verdict.error), torch.zeros_like(verdict.redone)
+        return verdict.error, verdict.over
+    return torch.zeros_like(verdict.error), torch.zeros_like(verdict.over)
 
 
 def _attend_sequences(

@@ -97,30 +97,35 @@ def load_step(k_boxes, v_boxes, c, batch, head, a_key, b_key, STAGE_BYTES: gl.co
 
 
 @gluon.jit
-def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.constexpr, p, s):
+def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.constexpr, SOME_HEADS: gl.constexpr,
+             p, s):  # fmt: skip
     c = 0
     turn = 0
     tile = gl.program_id(0)
     while tile < p.tiles:
-        hand_out(tile, turn, s)
         t = tile_of(tile, p)
-        batch = t.at.bh // p.heads
-        head = t.at.bh % p.heads
-        full = s.q_full.index(turn & 1)
-        mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        mbarrier.expect(full, Q_BYTES)
-        for w in gl.static_range(p.WGS):
-            load_box(q_boxes, [batch, head, t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
-        kv_head = head // p.group
-        for step in range(t.masked_steps):
-            a_key, b_key, _ = keys_of(t, step, p.BK, True)
-            load_step(k_boxes, v_boxes, c, batch, kv_head, a_key, b_key, STAGE_BYTES, p, s)
-            c += 1
-        for step in range(t.masked_steps, t.steps):
-            a_key, b_key, _ = keys_of(t, step, p.BK, False)
-            load_step(k_boxes, v_boxes, c, batch, kv_head, a_key, b_key, STAGE_BYTES, p, s)
-            c += 1
-        turn += 1
+        wanted = True
+        if SOME_HEADS:
+            wanted = gl.load(p.COUNTS + t.slot) >= 0  # else the head stays as it is
+        if wanted:
+            hand_out(tile, turn, s)
+            batch = t.at.bh // p.heads
+            head = t.at.bh % p.heads
+            full = s.q_full.index(turn & 1)
+            mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            mbarrier.expect(full, Q_BYTES)
+            for w in gl.static_range(p.WGS):
+                load_box(q_boxes, [batch, head, t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
+            kv_head = head // p.group
+            for step in range(t.masked_steps):
+                a_key, b_key, _ = keys_of(t, step, p.BK, True)
+                load_step(k_boxes, v_boxes, c, batch, kv_head, a_key, b_key, STAGE_BYTES, p, s)
+                c += 1
+            for step in range(t.masked_steps, t.steps):
+                a_key, b_key, _ = keys_of(t, step, p.BK, False)
+                load_step(k_boxes, v_boxes, c, batch, kv_head, a_key, b_key, STAGE_BYTES, p, s)
+                c += 1
+            turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
     hand_out(END, turn, s)
 
@@ -336,7 +341,7 @@ def attend(
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, INT8: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, CUTS_FIRST: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    SECOND: gl.constexpr, SKIP_ROWS: gl.constexpr, REGISTERS: gl.constexpr,
+    SECOND: gl.constexpr, SKIP_ROWS: gl.constexpr, SOME_HEADS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     WGS: gl.constexpr = 2
     SCORE_BYTES: gl.constexpr = 1 if INT8 else 2
@@ -363,5 +368,5 @@ def attend(
     gl.warp_specialize([
         (first_consumer, (p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)),
         (second_consumer, (p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)),
-        (producer, (q_boxes, k_boxes, v_boxes, Q_BYTES, STAGE_BYTES, p, s)),
+        (producer, (q_boxes, k_boxes, v_boxes, Q_BYTES, STAGE_BYTES, SOME_HEADS, p, s)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -11,21 +11,14 @@ import torch
 from torch import Tensor
 
 from sparge.backends.hopper import launch_16bit, launch_probe
+from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import (
-    TritonBackend,
-    capability,
-    either,
-    no_skips,
-    on_device,
-    pieces,
-    select_by_parts,
-    sequence_ends,
-    setting,
-)
+from sparge.backends.triton.launch import TritonBackend, capability, on_device
+from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
     LOG2_E,
     REMEMBERED,
+    Listing,
     MaskBits,
     cuts_anywhere,
     list_rows,
@@ -36,7 +29,7 @@ from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Signature
-from sparge.stages import Blocks, Output
+from sparge.stages import Blocks, Output, Redo
 
 CHIP = 90
 TRIED = ((3, 6), (3, 9))  # the oldest and newest Triton that the kernel is compiled with in CI; Gluon changes with each
@@ -85,9 +78,8 @@ class HopperBackend(TritonBackend):
     def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
         device = blocks.inputs.query.device
         with on_device(blocks.inputs.query):
-            return select_by_parts(
-                blocks, config, functools.partial(launch_probe.probe, processors=_processors(device))
-            )
+            own_probe = functools.partial(launch_probe.probe, processors=_processors(device))
+            return select_by_parts(blocks, config, capability(device), own_probe)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
@@ -98,6 +90,13 @@ class HopperBackend(TritonBackend):
             if config.quantization == "int8-fp8":
                 return _attend(blocks, mask, config)
             return launch_16bit.attend(blocks, mask, config, _processors(blocks.inputs.query.device))
+
+    def attend_again(self, blocks: Blocks, config: SparseConfig, redo: Redo) -> None:
+        if config.quantization == "int8-fp8":  # rare: heads are redone in 16 bits where a kernel takes them
+            super().attend_again(blocks, config, redo)
+            return
+        with on_device(blocks.inputs.query):
+            launch_16bit.attend(blocks, None, config, _processors(blocks.inputs.query.device), redo)
 
 
 @functools.cache
@@ -157,7 +156,7 @@ def _plan(
             size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        expand = list_rows(problem, size, block, bits, first, here)
+        expand = list_rows(problem, size, block, Listing(bits), first, here)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
     return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))
@@ -217,7 +216,7 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
-        listing = (bits, *ends, either(inputs.visibility.valid_before, q), counts, cuts, lists)
+        listing = (bits, *ends, either(inputs.visibility.valid_before, q), q, counts, cuts, lists)
         part.expand(listing, addresses_of(listing))
         if second:
             skips = torch.zeros(size.batch, size.heads, part.tiles_per_head, dtype=torch.int32, device=q.device)

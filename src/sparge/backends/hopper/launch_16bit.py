@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.backends.triton.arguments import either, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import Part, attend_by_parts, either, setting
+from sparge.backends.triton.launch import Part, attend_by_parts
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, cuts_anywhere, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Signature
-from sparge.stages import Blocks, Output
+from sparge.stages import Blocks, Output, Redo
 
 TILE = 128  # rows: two warpgroups
 UNIT = 64  # tokens of one TMA box
@@ -73,6 +74,7 @@ def _launches(
     skip_rows: int | None,
     output: tuple[int, ...],
     processors: int,
+    some_heads: bool,
 ) -> tuple[Launch, ...]:
     """One per part of the query blocks, as the portable backend divides them."""
     from sparge.backends.hopper import _attend_16bit as kernels
@@ -83,7 +85,7 @@ def _launches(
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "INT8": int8, "BQ": block[0], "BK": block[1],
         "STAGES": _stages(size, int8), "CUTS_FIRST": cuts_anywhere(problem),
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "REGISTERS": REGISTERS,
-        "SECOND": skip_rows is not None, "SKIP_ROWS": skip_rows or TILE,
+        "SECOND": skip_rows is not None, "SKIP_ROWS": skip_rows or TILE, "SOME_HEADS": some_heads,
         "num_warps": 4, "maxnreg": REGISTERS_AT_LAUNCH,
     }  # fmt: skip
     launches = []
@@ -106,14 +108,17 @@ def _stages(size: Sizes, int8: bool) -> int:
     return 4 if 4 * stage + rest <= SHARED_BYTES else 2
 
 
-def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: int) -> Output:
+def attend(
+    blocks: Blocks, mask: BlockMask | None, config: SparseConfig, processors: int, redo: Redo | None = None
+) -> Output:
     inputs, copies, valid = blocks.inputs, blocks.quantized, blocks.inputs.visibility.key_valid
     q, k, v = inputs.query, inputs.key, inputs.value
     q_scale = k_scale = lse_term = q
     if copies is not None:
         q, k, v, q_scale, k_scale = copies.query, copies.key, copies.value, copies.query_scale, copies.key_scale
         lse_term = q if copies.lse_term is None else copies.lse_term
-    size = Sizes.of(inputs.signature, mask.block, copies is not None)
+    block = config.block if mask is None else mask.block
+    size = Sizes.of(inputs.signature, block, copies is not None)
     boxes = (boxes_of(q, size.dp), boxes_of(k, size.dp), boxes_of(v, size.dvp))
     padding = q if valid is None else valid.contiguous().view(torch.int8)
 
@@ -121,11 +126,11 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: in
     thresholds, finite = setting(config, "pv_threshold", inputs, second), blocks.v_finite.view(torch.int8)
 
     def launch(part: Part) -> None:
-        skip_rows = mask.block[0] // part.tiles_per_block if second else None
-        launches = _launches(
-            inputs.signature, mask.block, copies is not None, skip_rows, part.output.stride()[:3], processors
-        )
-        mine = launches[part.number]
+        skip_rows = block[0] // part.tiles_per_block if second else None
+        strides, again = part.output.stride()[:3], redo is not None
+        mine = _launches(inputs.signature, block, copies is not None, skip_rows, strides, processors, again)[
+            part.number
+        ]
         rows = mine.numbers[4] * size.batch * size.heads
         tensors = (
             part.counts, part.cuts, part.lists, part.counts[rows:], q_scale, k_scale, padding, finite, thresholds,
@@ -133,4 +138,4 @@ def attend(blocks: Blocks, mask: BlockMask, config: SparseConfig, processors: in
         )  # fmt: skip
         mine((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
 
-    return attend_by_parts(blocks, mask, config, launch)
+    return attend_by_parts(blocks, mask, config, redo, launch)

@@ -234,7 +234,7 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr,
     CUTS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, SECOND: tl.constexpr, WRITE_LSE: tl.constexpr,
-    CAREFUL: tl.constexpr, PACKED: tl.constexpr, PAIR: tl.constexpr, SPLIT: tl.constexpr,
+    CAREFUL: tl.constexpr, PACKED: tl.constexpr, SOME_HEADS: tl.constexpr, PAIR: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: BM rows of one query block of one head. Heavy causal rows start first.
 
@@ -256,6 +256,9 @@ def attend(
         if first_row >= q_len:
             if SECOND:
                 tl.store(SKIPPED + slot * TILES + tile % TILES, 0)
+            return
+    if SOME_HEADS:
+        if tl.load(COUNTS + slot) < 0:  # the head stays as it is
             return
     offset = k_len - q_len
     rows = first_row + tl.arange(0, BM)

@@ -27,6 +27,7 @@ SAMPLED_TILES = tl.constexpr(fmt.SAMPLED_TILES)
 PARTS = tl.constexpr(SAMPLE_PARTS)  # of one head's sample, a program each; the last to arrive adds them up
 SAMPLE_ROOM = tl.constexpr(fmt.SAMPLE_ROOM)
 SMALLEST_SCALE = tl.constexpr(fmt.SMALLEST_SCALE)
+LITTLE_VALUE = tl.constexpr(fmt.LITTLE_VALUE)
 SEQUENCE_TILE = tl.constexpr(128)  # packed key sequences start at multiples of this
 MATRIX = tl.constexpr(128)  # the largest rotation done as one product
 
@@ -229,20 +230,25 @@ def finish_sample(
     ROTATE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One head: the mean of sampled keys; for each value channel a power of two with room above the sample, and what
-    is taken from every value: the sampled mean, but so far from the first token that e4m3 holds the difference."""
+    is taken from every value: the sampled mean, but so far from the first token that e4m3 holds the difference; or
+    nothing. See quantization.value_scale_and_mean."""
     d, dv, part = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, PARTS)
     count = tl.maximum(tl.sum(tl.load(COUNT + part), 0), 1.0)
     sums = tl.load(SUM + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     tl.store(MEAN + d, tl.sum(sums, 0) / count, mask=d < D)
     if FP8:
         v_max = tl.load(V_MAX + part[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-        scale = tl.maximum(power_below(tl.max(v_max, 0)) * SAMPLE_ROOM, SMALLEST_SCALE)
+        largest = tl.max(v_max, 0)
+        scale = tl.maximum(power_below(largest) * SAMPLE_ROOM, SMALLEST_SCALE)
         tl.store(V_SCALE + dv, scale, mask=dv < DV)
         v_sum = tl.load(V_SUM + part[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
         real = visible_rows(VALID, dv * 0, k_len, HAS_VALID) & (dv < DV)
         first = finite_or_zero(tl.load(V + dv * v_dim, mask=real, other=0.0).to(tl.float32))
-        apart = (tl.sum(v_sum, 0) / count / scale - first / scale).to(tl.float8e4nv).to(tl.float32)
-        tl.store(V_MEAN + dv, first + apart * scale, mask=dv < DV)
+        mean = tl.sum(v_sum, 0) / count
+        apart = (mean / scale - first / scale).to(tl.float8e4nv).to(tl.float32)
+        most = LITTLE_VALUE * tl.sum(largest, 0)
+        smooth = (tl.sum(tl.abs(first), 0) <= most) | (tl.sum(tl.abs(mean), 0) >= most)
+        tl.store(V_MEAN + dv, tl.where(smooth, first + apart * scale, 0.0), mask=dv < DV)
     if ROTATE:
         tl.debug_barrier()  # the mean is out
         SIDE: tl.constexpr = DP if DP < MATRIX else MATRIX

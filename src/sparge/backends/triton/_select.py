@@ -461,22 +461,53 @@ def holds_hidden(block, batch, top, bottom, k_len, left, right, BEFORE, BK: tl.c
     return hidden
 
 
+@triton.jit
+def holds_seen(block, batch, top, bottom, k_len, left, right, BEFORE, BK: tl.constexpr, HAS_VALID: tl.constexpr):
+    """Whether some row at positions `top` to `bottom` sees some key of a block; none of one before the first."""
+    start = tl.maximum(block * BK, top - left)
+    stop = tl.minimum(block * BK + BK, tl.minimum(bottom + right + 1, k_len))
+    seen = (block >= 0) & (start < stop)
+    if HAS_VALID:
+        valid = BEFORE + batch * (k_len + 1)
+        seen = seen & (tl.load(valid + stop, mask=seen, other=0) > tl.load(valid + start, mask=seen, other=0))
+    return seen
+
+
+@triton.jit
+def drawn_if_any(WANTED, heads):
+    """What a program draws first: a tile if any head is wanted, else a number beyond all tiles, and so no other."""
+    wanted = 0
+    for first in range(0, heads, 128):
+        head = first + tl.arange(0, 128)
+        wanted += tl.sum(tl.load(WANTED + head, mask=head < heads, other=0).to(tl.int32), 0)
+    return tl.where(wanted == 0, 1 << 30, 0)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def expand(
-    BITS, Q_ENDS, K_ENDS, BEFORE,  # inputs: int32 [BH, query blocks, words]; as for select
+    BITS, Q_ENDS, K_ENDS, BEFORE, WANTED,  # inputs: int32 [BH, query blocks, words]; as for select; int8 [BH]
     COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and a zero, from which programs draw; [BH, rows]; [BH, rows, key blocks]
     heads, q_len, k_len, q_tokens, k_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head, left, right,
     BQ: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, CUTS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_VALID: tl.constexpr, EVERYTHING: tl.constexpr, SOME_HEADS: tl.constexpr,
 ):  # fmt: skip
     """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0).
 
     CUTS_FIRST: blocks with a key that some row cannot see come before all others; CUTS says how many they are.
+    EVERYTHING: all blocks that hold a visible pair, whatever BITS says.
+    SOME_HEADS: a count of -1 says that the rows of a head that is not WANTED stay as they are.
     """
-    if tl.program_id(0) == 0:
-        tl.store(COUNTS + tl.num_programs(0), 0)
     row = tl.program_id(0) % rows
     bh = (tl.program_id(0) // rows).to(tl.int64)
+    if tl.program_id(0) == 0:
+        first_draw = 0
+        if SOME_HEADS:
+            first_draw = drawn_if_any(WANTED, tl.num_programs(0) // rows)
+        tl.store(COUNTS + tl.num_programs(0), first_draw)
+    if SOME_HEADS:
+        if tl.load(WANTED + bh) == 0:
+            tl.store(COUNTS + bh * rows + row, -1)
+            return
     batch, head = bh // heads, bh % heads
     first, q_len = sequence(Q_ENDS, batch, q_len, q_tokens, PACKED)
     _, k_len = sequence(K_ENDS, batch, k_len, k_tokens, PACKED)
@@ -493,8 +524,11 @@ def expand(
     for chosen in tl.static_range(2 if CUTS_FIRST else 1):
         for first_listed in range(0, k_blocks, TILE):
             block = k_blocks - 1 - first_listed - tl.arange(0, TILE)
-            word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)
-            kept = (((word >> (block % WORD)) & 1) != 0) & (block >= 0)
+            if EVERYTHING:
+                kept = holds_seen(block, batch, top, bottom, k_len, left, right, BEFORE, BK, HAS_VALID)
+            else:
+                word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)
+                kept = (((word >> (block % WORD)) & 1) != 0) & (block >= 0)
             if CUTS_FIRST:
                 cut = holds_hidden(block, batch, top, bottom, k_len, left, right, BEFORE, BK, HAS_VALID)
                 kept = kept & (cut if chosen == 0 else ~cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,27 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import exact
+from sparge.backends.triton import launch_exact
+from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
 from sparge.backends.triton.dispatch import addresses_of
+from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
     KINDS,
+    Listing,
     MaskBits,
     Operands,
     PreparePlan,
-    SelectedHeads,
-    SelectPlan,
     attend_plan,
     prepare_plan,
-    select_plan,
 )
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
-from sparge.config import RULES, SparseConfig
+from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Sample
-from sparge.probing import SHARE_DTYPE
+from sparge.judging import Verdict
 from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit, widened
-from sparge.stages import Blocks, Output
+from sparge.stages import Blocks, Output, Redo
 from sparge.visibility import Visibility
-from sparge.words import WORD
 
 MAX_FLOAT32_DIM = 128
 SAMPLING = ("SAMPLE", "REPAIR")  # the kinds of preparation that find means and scales
@@ -90,11 +91,25 @@ class TritonBackend:
 
     def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
         with on_device(blocks.inputs.query):
-            return select_by_parts(blocks, config)
+            return select_by_parts(blocks, config, capability(blocks.inputs.query.device))
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         with on_device(blocks.inputs.query):
             return attend_by_parts(blocks, mask, config)
+
+    def attend_again(self, blocks: Blocks, config: SparseConfig, redo: Redo) -> None:
+        with on_device(blocks.inputs.query):
+            attend_by_parts(blocks, None, config, redo)
+
+    def exact_rows(self, inputs: Inputs, rows: Tensor) -> Tensor:
+        if not launch_exact.takes(inputs):
+            return exact.exact_rows(inputs, rows)
+        with on_device(inputs.query):
+            return launch_exact.exact_rows(inputs, rows, capability(inputs.query.device))
+
+    def judge(self, values: Tensor, exact: Tensor, rows: Tensor, max_error: float) -> Verdict:
+        with on_device(values):
+            return launch_exact.judge(values, exact, rows, max_error)
 
 
 def _interpreted() -> bool:
@@ -115,11 +130,6 @@ def on_device(x: Tensor) -> Any:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-@functools.cache
-def no_skips(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
 @functools.lru_cache(maxsize=32)
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """+-1, unnormalised: exact in every format."""
@@ -131,37 +141,9 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
     return (1 - 2 * parity).to(device, torch.bfloat16)
 
 
-@functools.lru_cache(maxsize=256)
-def _per_head(config: SparseConfig, name: str, heads: int, device: torch.device) -> Tensor:
-    """A setting on the device; cached, because the copy there would synchronise."""
-    return config.per_head(name, heads, device, torch.float64 if name == "topk" else torch.float32)
-
-
-def setting(config: SparseConfig, name: str, inputs: Inputs, used: bool) -> Tensor:
-    """A setting per head; kernels that do not use it get a pointer they never read."""
-    return _per_head(config, name, inputs.query.shape[1], inputs.query.device) if used else inputs.query
-
-
-def either(x: Tensor | None, unused: Tensor) -> Tensor:
-    """A tensor, or a pointer that the kernel never reads."""
-    return unused if x is None else x
-
-
-def pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> Sequence[Tensor]:
-    """Uninitialised scratch in one allocation; each piece begins aligned."""
-    rounded = [-(-n // 64) * 64 for n in lengths]
-    return torch.split_with_sizes(like.new_empty(sum(rounded), dtype=dtype), rounded)
-
-
 def _shaped(piece: Tensor, *shape: int) -> Tensor:
     """The beginning of a piece, as a tensor."""
     return piece[: math.prod(shape)].view(shape)
-
-
-def sequence_ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Sequence ends of queries and keys."""
-    packing = inputs.packing
-    return (inputs.query, inputs.key) if packing is None else (packing.q_ends, packing.k_ends)
 
 
 def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
@@ -253,74 +235,6 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
     )
 
 
-# Fills the shares of some heads in place of the portable kernel; says whether it did.
-OwnProbe = Callable[[Blocks, SparseConfig, SelectPlan, SelectedHeads, Tensor], bool]
-
-
-def select_by_parts(blocks: Blocks, config: SparseConfig, own_probe: OwnProbe | None = None) -> BlockMask:
-    inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
-    if config.keeps_everything and inputs.packing is None:
-        return BlockMask.all_visible(sight, config.block, *q.shape[:2])
-    plan = select_plan(inputs.signature, config, capability(q.device))
-    size = plan.sizes
-    bits = q.new_empty(size.entries, size.heads, size.q_slots, plan.words, dtype=torch.int32)
-    filled = q
-    scratch = pieces(q, torch.float32, plan.weights, plan.shifts) if plan.weights else (q, q)
-    if sight.key_valid is not None:
-        filled = blocks.k_filled.contiguous().view(torch.int8)
-    tensors = (
-        blocks.q_means, blocks.k_means, filled, either(sight.valid_before, q), either(sight.unbroken, q),
-        *sequence_ends(inputs), blocks.v_finite.view(torch.int8),
-        either(blocks.q_similarity, q), either(blocks.k_similarity, q),
-        *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
-        *(setting(config, name, inputs, name in config.rule) for name in RULES),
-        setting(config, "similarity", inputs, config.similarity is not None), *scratch,
-    )  # fmt: skip
-    for part in plan.parts:
-        shares = shares_of(blocks, config, plan, part, own_probe)
-        everything = (*tensors, shares, bits)
-        part.select(everything, addresses_of(everything))
-    q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
-    return BlockMask(bits, q_len, sight.k_len, config.block, sight)
-
-
-def shares_of(
-    blocks: Blocks, config: SparseConfig, plan: SelectPlan, part: SelectedHeads, own_probe: OwnProbe | None = None
-) -> Tensor:
-    """What rows computed exactly attend to, of some heads; a ring knows it already."""
-    inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
-    if part.probe is None:
-        return q
-    width = plan.words * WORD
-    if blocks.probed is not None:
-        known = blocks.probed.flatten(0, 1)[part.first : part.stop]
-        return torch.nn.functional.pad(known, (0, width - known.shape[2])).contiguous()
-    shares = q.new_empty(part.stop - part.first, plan.share_rows, width, dtype=SHARE_DTYPE)
-    if own_probe is not None and own_probe(blocks, config, plan, part, shares):
-        return shares
-    logs = q.new_empty(plan.logs, dtype=torch.float32)
-    valid = q if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
-    tensors = (q, inputs.key, valid, either(sight.unbroken, q), *sequence_ends(inputs), logs, shares)
-    part.probe(tensors, addresses_of(tensors))
-    return shares
-
-
-@functools.lru_cache(maxsize=64)
-def _protected(config: SparseConfig, q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int8 flags of the query and key blocks that hold protected tokens."""
-    rows, keys = config.block
-    q_flags, k_flags = (
-        torch.zeros(-(-n // size), dtype=torch.int8, device="cpu") for n, size in ((q_len, rows), (k_len, keys))
-    )
-    for start, stop in config.protected_ranges(k_len):
-        if start < stop:
-            k_flags[start // keys : -(-stop // keys)] = 1
-        top, bottom = max(0, start - (k_len - q_len)), min(q_len, stop - (k_len - q_len))
-        if top < bottom:
-            q_flags[top // rows : -(-bottom // rows)] = 1
-    return q_flags.to(device), k_flags.to(device)
-
-
 @dataclass(frozen=True)
 class Part:
     """As many query blocks as there is scratch for lists of: what a kernel reads and writes for them."""
@@ -336,12 +250,17 @@ class Part:
 
 
 def attend_by_parts(
-    blocks: Blocks, mask: BlockMask, config: SparseConfig, own_kernel: Callable[[Part], None] | None = None
+    blocks: Blocks,
+    mask: BlockMask | None,
+    config: SparseConfig,
+    redo: Redo | None = None,
+    own_kernel: Callable[[Part], None] | None = None,
 ) -> Output:
-    """Part by part; `own_kernel` runs in place of the portable one."""
-    inputs, quantized, bits = blocks.inputs, blocks.quantized, mask.bits
+    """Part by part; without a mask, over all visible blocks. `own_kernel` runs in place of the portable one."""
+    inputs, quantized = blocks.inputs, blocks.quantized
+    block, bits = (config.block, None) if mask is None else (mask.block, mask.bits)
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
-    output = inputs.empty_output()
+    output = inputs.empty_output() if redo is None else redo.output.values
     operands = (q, inputs.key, inputs.value, q, q, q, q, q)
     if quantized is not None:
         operands = (
@@ -351,12 +270,24 @@ def attend_by_parts(
     layout = Operands(
         operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15
     )
-    plan = attend_plan(inputs.signature, config, mask.block, layout, MaskBits.of(bits), capability(q.device))
+    listed = Listing(None if bits is None else MaskBits.of(bits), redo is not None)
+    plan = attend_plan(inputs.signature, config, block, layout, listed, capability(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
+    wanted = q
+    if redo is not None:
+        lse, wanted = redo.output.lse, redo.heads.view(torch.int8)
     lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
     skipped = no_skips(q.device).expand(size.batch, size.heads)
-    listing = (bits, *sequence_ends(inputs), either(inputs.visibility.valid_before, q), counts, cuts, lists)
+    listing = (
+        either(bits, q),
+        *sequence_ends(inputs),
+        either(inputs.visibility.valid_before, q),
+        wanted,
+        counts,
+        cuts,
+        lists,
+    )
     for number, part in enumerate(plan.parts):
         skips = q
         if second:
