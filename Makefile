@@ -32,7 +32,8 @@ gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, sha
 sanitize: $(VENV)/.dev
 	$(BIN)/python tests/sanitize.py  # compiles without the sanitizer, which would slow it down
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/sanitize.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/sanitize.py
+	# Not Hopper's kernels: racecheck takes what they hand over by mbarriers for races.
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/sanitize.py portable
 
 demo: $(VENV)/.demo
 	$(BIN)/sparge demo

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparge.block_mask import BlockMask
 from sparge.inputs import Inputs
 
-MAX_RELATIVE_L1 = {"none": 0.01, "int8": 0.03, "int8-fp8": 0.06}
+MAX_RELATIVE_L1 = {"none": 0.01, "int8": 0.03, "int8-fp8": 0.045}
 MAX_RELATIVE_L1_FLOAT32 = 1e-4  # unquantised float32 has no rounding to excuse
 ALL_ROWS_UP_TO = 8192  # tokens; above, float64 attention over every row would take longer than the benchmark
 ROWS_AT_ONCE = 128
