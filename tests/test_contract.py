@@ -285,10 +285,13 @@ def test_10_cdf_is_accumulated_in_float32():
 
 @each_backend()
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (6, 3)])
-def test_11_grouped_queries(backend, heads, kv_heads):
+@pytest.mark.parametrize(
+    "config", [SPARSE, SparseConfig(rule=("gap", "probe"), gap=0.3, probe=0.15, quantization="none")]
+)
+def test_11_grouped_queries(backend, heads, kv_heads, config):
     q, k, v = tensors(15, batch=2, heads=heads, kv_heads=kv_heads, q_len=200, k_len=260)
     repeated = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-    config = replace(SPARSE, pv_threshold=-1.0)
+    config = replace(config, pv_threshold=-1.0)
     got = run(backend, problem(q, k, v, is_causal=True), config)
     want = run(backend, problem(q, *repeated, is_causal=True), config)
     torch.testing.assert_close(got.values, want.values, atol=1e-6, rtol=0)

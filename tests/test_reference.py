@@ -563,13 +563,16 @@ def test_stricter_settings_keep_fewer_blocks(seed, rule, is_causal):
     assert (masks[0].visible_bits == masks[1].visible_bits).all()
 
 
+BY_MEANS = SparseConfig(rule=("threshold", "gap"), block=(64, 32), gap=1.0, threshold=0.05, quantization="none")
+BY_ROWS = SparseConfig(rule=("gap", "probe"), block=(64, 32), gap=0.3, probe=0.15, quantization="none")
+
+
+@pytest.mark.parametrize("config", [BY_MEANS, BY_ROWS], ids=["means", "rows"])
 @settings(max_examples=30)
 @given(st.integers(0, 999), st.integers(1, 4), st.integers(1, 300), st.integers(1, 300), st.booleans())
-def test_grouped_heads_are_repeated_heads(seed, group, q_len, k_len, is_causal):
+def test_grouped_heads_are_repeated_heads(config, seed, group, q_len, k_len, is_causal):
     q, k, v = tensors(seed, heads=2 * group, kv_heads=2, q_len=q_len, k_len=k_len)
-    config = SparseConfig(
-        rule=("threshold", "gap"), block=(64, 32), gap=1.0, threshold=0.05, pv_threshold=-2.0, quantization="none"
-    )
+    config = replace(config, pv_threshold=-2.0)
     grouped = problem(q, k, v, is_causal=is_causal)
     repeated = problem(q, *(x.repeat_interleave(group, 1) for x in (k, v)), is_causal=is_causal)
     assert selected(grouped, config).equals(selected(repeated, config))
@@ -578,13 +581,13 @@ def test_grouped_heads_are_repeated_heads(seed, group, q_len, k_len, is_causal):
     )
 
 
+@pytest.mark.parametrize("config", [BY_MEANS, BY_ROWS], ids=["means", "rows"])
 @settings(max_examples=30)
 @given(st.integers(0, 999), st.integers(1, 200), st.integers(1, 200), st.integers(1, 100))
-def test_padding_at_the_end_is_a_shorter_sequence(seed, q_len, k_len, extra):
+def test_padding_at_the_end_is_a_shorter_sequence(config, seed, q_len, k_len, extra):
     q, k, v = tensors(seed, q_len=q_len, k_len=k_len)
     longer = [torch.cat((x, torch.full((1, 2, extra, 16), math.nan)), 2) for x in (k, v)]
     valid = (torch.arange(k_len + extra) < k_len)[None]
-    config = SparseConfig(rule=("threshold", "gap"), block=(64, 32), gap=1.0, threshold=0.05, quantization="none")
     short, padded = problem(q, k, v), problem(q, *longer, key_valid=valid)
     kept = selected(padded, config).to_dense()[..., : -(-k_len // 32)]
     assert torch.equal(kept, selected(short, config).to_dense())

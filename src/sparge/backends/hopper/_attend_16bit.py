@@ -336,7 +336,7 @@ def second_consumer(p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.con
 def attend(
     q_boxes, k_boxes, v_boxes,  # [B, Hq, Nq, D] and [B, Hkv, Nk, D], int8 or 16 bits; 16 bits [B, Hkv, Nk, DV]
     COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, V_FINITE, LAMBDA, LSE_TERM,
-    SKIPPED, OUT, LSE,  # SKIPPED and TICKETS hold zeros
+    SKIPPED, OUT, LSE,  # SKIPPED holds zeros; TICKETS what programs draw first, 0 or more than there are tiles
     heads, group, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles, left, right, scale,
     o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, INT8: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
