@@ -66,13 +66,13 @@ def draw_order(folder: Path) -> Path:
 def draw_speeds(folder: Path) -> list[Path]:
     """Speed-up against dense attention, from the result files."""
     cpu = json.loads((RESULTS / "cpu.json").read_text())["rows"]
-    kinds = dict.fromkeys((row["tokens"], row["head_dim"], row["causal"]) for row in cpu)
+    kinds = dict.fromkeys(_kind(row) for row in cpu)
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for tokens, dim, causal in kinds:
-        rows = [row for row in cpu if (row["tokens"], row["head_dim"], row["causal"]) == (tokens, dim, causal)]
+        rows = [row for row in cpu if _kind(row) == (tokens, dim, causal)]
         label = f"{tokens} tokens, head_dim {dim}{', causal' if causal else ''}"
         axes.plot(
-            [100 * row["sparsity"] for row in rows], [row["speedup"] for row in rows], "o-", label=label, markersize=4
+            [100 * row["skipped"] for row in rows], [_ratio(row) for row in rows], "o-", label=label, markersize=4
         )
     axes.set(title="CPU engine, prediction included", xlabel="blocks skipped, %", ylabel="times faster than torch SDPA")
     _finish(axes)
@@ -130,6 +130,10 @@ def _label(case: dict[str, Any], skipped: float) -> str:
         *more,
     ]
     return ", ".join(words)
+
+
+def _kind(row: dict[str, Any]) -> tuple[int, int, bool]:
+    return row["case"]["tokens"], row["case"]["head_dim"], row["case"]["causal"]
 
 
 def _ratio(row: dict[str, Any]) -> float:

@@ -23,7 +23,7 @@ from sparge.stages import Blocks, Output
 
 GROUP = 64  # query rows that share one second-stage decision, on every backend
 SCORES_AT_ONCE = 1 << 18  # bounds the memory of selection
-PROBED_AT_ONCE = 1 << 20  # and of the probe: few rows at a time would read the keys too often
+PROBED_AT_ONCE = 1 << 19  # and of the probe: few rows at a time would read the keys too often
 ROWS_AT_ONCE = 1 << 12  # bounds the memory of summaries: token rows of all heads
 
 
@@ -229,23 +229,34 @@ def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
 def probe(inputs: Inputs, config: SparseConfig) -> Tensor:
     """What a few rows of each query block attend to: `Blocks.probed`."""
     batch, heads, q_len, _ = inputs.query.shape
-    k_len, sight, key = inputs.key.shape[2], inputs.visibility, inputs.key.to(torch.bfloat16).float()
-    rows = probe_positions(q_len, config.block[0], config.probe_rows, key.device)
-    step = max(1, PROBED_AT_ONCE // (batch * heads * config.probe_rows * k_len))
+    k_len = inputs.key.shape[2]
+    rows = probe_positions(q_len, config.block[0], config.probe_rows, inputs.key.device)
     shape = (batch, heads, 1 + len(rows), -(-k_len // config.block[1]))
-    probed = torch.zeros(shape, dtype=SHARE_DTYPE, device=key.device)
+    probed = torch.zeros(shape, dtype=SHARE_DTYPE, device=inputs.key.device)
+    for head in range(inputs.key.shape[1]):  # one after the other: the more rows a product has, the faster it is
+        group = slice(head * inputs.group_size, (head + 1) * inputs.group_size)
+        _probe_head(inputs, config, rows, slice(head, head + 1), group, probed[:, group])
+    probed[:, :, 0] = probed[:, :, 1]  # nothing stands before the first block
+    return probed
+
+
+def _probe_head(
+    inputs: Inputs, config: SparseConfig, rows: Tensor, key_head: slice, group: slice, probed: Tensor
+) -> None:
+    """Fills what the query heads of one key head attend to."""
+    sight, key = inputs.visibility, inputs.key[:, key_head].to(torch.bfloat16).float()
+    q_len, k_len = inputs.query.shape[2], key.shape[2]
+    step = max(1, PROBED_AT_ONCE // (probed.shape[0] * probed.shape[1] * config.probe_rows * k_len))
     for first in range(0, len(rows), step):
         top, bottom = first * config.block[0], min((first + step) * config.block[0], q_len) - 1
         stop = min(k_len, bottom + sight.offset + sight.right + 1)
         if stop <= 0:
             continue  # no row sees any key
         some, free = rows[first : first + step].flatten(), min(stop, sight.keys_seen_from(top, bottom))
-        query = inputs.query[:, :, some].to(torch.bfloat16).float()
+        query = inputs.query[:, group][:, :, some].to(torch.bfloat16).float()
         scores = probe_scores(query, key[:, :, :stop], inputs.scale, sight, some, range(stop), free)
         part = probe_shares(scores.softmax(-1), config)
         probed[:, :, 1 + first : 1 + first + step, : part.shape[3]] = part
-    probed[:, :, 0] = probed[:, :, 1]  # nothing stands before the first block
-    return probed
 
 
 def _always_kept(blocks: Blocks, config: SparseConfig) -> Tensor:
