@@ -120,9 +120,11 @@ def test_every_backend_judges_alike(backend, layout, dtype):
     want = judging.judge(values, exact, rows, 0.085)
     assert want.over.tolist() == [[False, True, True], [True, False, False]]
     device = "cuda" if backend in ("triton", "hopper") and not INTERPRETED else "cpu"
-    got = BY_NAME[backend].judge(*(x.to(device) for x in (values, exact, rows)), 0.085)
+    there = [x.to(device) for x in (values, exact, rows)]
+    got = BY_NAME[backend].judge(*there, 0.085)
     assert torch.equal(got.over.cpu(), want.over)
     torch.testing.assert_close(got.error.cpu(), want.error, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert BY_NAME[backend].judge(*there, 1).over.tolist() == [[False] * 3, [True, False, False]]
 
 
 # ---- enforcement

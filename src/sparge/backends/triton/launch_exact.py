@@ -78,7 +78,7 @@ def judge(values: Tensor, exact: Tensor, rows: Tensor, max_error: float) -> Verd
     over = values.new_empty(values.shape[:2], dtype=torch.bool)
     tensors = (values, exact.contiguous(), rows, error, over.view(torch.int8))
     kind = (values.dtype, values.data_ptr() & 15)
-    launch = _judge(tuple(values.shape), values.stride(), kind, len(rows), max_error)
+    launch = _judge(tuple(values.shape), values.stride(), kind, len(rows), float(max_error))
     launch(tensors, addresses_of(tensors))
     return Verdict(error, over)
 
