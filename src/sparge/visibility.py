@@ -70,7 +70,9 @@ class Visibility:
             rows = torch.arange(rows.start, rows.stop, device=self.device)
         position = rows[:, None] + self.offset
         key = torch.arange(keys.start, keys.stop, device=self.device)
-        seen = ((key >= position - self.left) & (key <= position + self.right))[None, None]
+        seen = (key <= position + self.right)[None, None]
+        if self.left < UNBOUNDED:
+            seen &= key >= position - self.left
         if self.key_valid is not None:
             seen = seen & self.key_valid[:, None, None, keys.start : keys.stop]
         return seen
