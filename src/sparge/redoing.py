@@ -1,4 +1,4 @@
-"""Heads computed anew by backends that write whole results: those heads are copied out of them."""
+"""Error budgets without kernels of their own: heads computed anew are copied out of whole results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
+from sparge.exact import exact_rows
+from sparge.judging import judge
 from sparge.stages import Blocks, Output, Redo
 
 REDONE_AT_ONCE = 1 << 27  # bytes of the result: all heads are computed, though those within the budget have no blocks
@@ -19,19 +21,24 @@ class Attends(Protocol):
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output: ...
 
 
-def attend_again(backend: Attends, blocks: Blocks, config: SparseConfig, redo: Redo) -> None:
-    """As `Backend.attend_again`, by its `attend`."""
-    heads, output = redo.heads, redo.output
-    # Copies for a number format belong to all rows: they cannot be divided with them.
-    parts = [(slice(None), blocks)] if blocks.quantized is not None else some_rows(blocks)
-    for rows, part in parts:
-        sight = part.inputs.visibility
-        visible = BlockMask.all_visible(sight, config.block, heads.shape[0], 1)
-        bits = torch.where(heads[..., None, None], visible.bits, 0)
-        again = backend.attend(part, BlockMask(bits, sight.q_len, sight.k_len, config.block, sight), config)
-        output.values[:, :, rows] = torch.where(heads[..., None, None], again.values, output.values[:, :, rows])
-        if output.lse is not None and again.lse is not None:
-            output.lse[:, :, rows] = torch.where(heads[..., None], again.lse, output.lse[:, :, rows])
+class BudgetInTorch:
+    """What an error budget asks of a backend, for those without kernels for it."""
+
+    exact_rows = staticmethod(exact_rows)
+    judge = staticmethod(judge)
+
+    def attend_again(self: Attends, blocks: Blocks, config: SparseConfig, redo: Redo) -> None:
+        heads, output = redo.heads, redo.output
+        # Copies for a number format belong to all rows: they cannot be divided with them.
+        parts = [(slice(None), blocks)] if blocks.quantized is not None else some_rows(blocks)
+        for rows, part in parts:
+            sight = part.inputs.visibility
+            visible = BlockMask.all_visible(sight, config.block, heads.shape[0], 1)
+            bits = torch.where(heads[..., None, None], visible.bits, 0)
+            again = self.attend(part, BlockMask(bits, sight.q_len, sight.k_len, config.block, sight), config)
+            output.values[:, :, rows] = torch.where(heads[..., None, None], again.values, output.values[:, :, rows])
+            if output.lse is not None and again.lse is not None:
+                output.lse[:, :, rows] = torch.where(heads[..., None], again.lse, output.lse[:, :, rows])
 
 
 def some_rows(blocks: Blocks) -> Iterator[tuple[slice, Blocks]]:

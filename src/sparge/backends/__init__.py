@@ -17,10 +17,9 @@ from sparge.backends.hopper.launch import HopperBackend
 from sparge.backends.triton.launch import TritonBackend
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.exact import exact_rows
 from sparge.inputs import Inputs
-from sparge.judging import Verdict, judge
-from sparge.redoing import attend_again
+from sparge.judging import Verdict
+from sparge.redoing import BudgetInTorch
 from sparge.stages import Blocks, Output, Redo
 
 
@@ -56,7 +55,7 @@ class Backend(Protocol):
         """Attention over all visible blocks of some heads, in their place."""
 
 
-class ReferenceBackend:
+class ReferenceBackend(BudgetInTorch):
     """The oracle: every mode on every device, at the cost of dense attention or more."""
 
     name = "reference"
@@ -75,9 +74,6 @@ class ReferenceBackend:
     summarize = staticmethod(reference.summarize)
     select = staticmethod(reference.select)
     attend = staticmethod(reference.attend)
-    exact_rows = staticmethod(exact_rows)
-    judge = staticmethod(judge)
-    attend_again = attend_again
 
 
 # Best first. The dense one stands before the sparse kernels because it takes only what they cannot speed up.

@@ -10,10 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.exact import exact_rows
 from sparge.inputs import Inputs
-from sparge.judging import judge
-from sparge.redoing import attend_again
+from sparge.redoing import BudgetInTorch
 from sparge.stages import Blocks, Output
 
 # Operations of dense attention, per multiprocessor, from which a sparse call is tried. Below, launching its kernels
@@ -30,7 +28,7 @@ MOST_MASKED_PAIRS = 1 << 24  # on a CPU torch makes a matrix of causal order bet
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
 
 
-class DenseBackend:
+class DenseBackend(BudgetInTorch):
     """Chosen only where the number format is left open: a caller who names one gets it."""
 
     name = "dense"
@@ -74,10 +72,6 @@ class DenseBackend:
         skipped = torch.zeros(inputs.query.shape[:2], dtype=torch.int64, device=inputs.query.device)
         values = DensePlan.of(inputs).attention(inputs.query, inputs.key, inputs.value)
         return Output(values, None, skipped)
-
-    exact_rows = staticmethod(exact_rows)
-    judge = staticmethod(judge)
-    attend_again = attend_again
 
 
 def _worth_predicting(inputs: Inputs, config: SparseConfig) -> bool:

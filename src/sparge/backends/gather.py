@@ -12,15 +12,13 @@ from torch import Tensor
 from sparge import reference
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.exact import exact_rows
 from sparge.inputs import Inputs
-from sparge.judging import judge
-from sparge.redoing import attend_again
+from sparge.redoing import BudgetInTorch
 from sparge.reference import GROUP, multiply_visible
 from sparge.stages import Blocks, Output
 
 
-class GatherBackend:
+class GatherBackend(BudgetInTorch):
     """Plain torch on any device: skips blocks, but is several times slower than a compiled engine."""
 
     name = "torch"
@@ -42,9 +40,6 @@ class GatherBackend:
 
     summarize = staticmethod(reference.summarize)
     select = staticmethod(reference.select)
-    exact_rows = staticmethod(exact_rows)
-    judge = staticmethod(judge)
-    attend_again = attend_again
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         inputs = blocks.inputs

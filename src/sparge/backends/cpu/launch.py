@@ -14,17 +14,15 @@ from torch import Tensor
 from sparge import reference
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.exact import exact_rows
 from sparge.inputs import Inputs
-from sparge.judging import judge
-from sparge.redoing import attend_again
+from sparge.redoing import BudgetInTorch
 from sparge.stages import Blocks, Output
 from sparge.words import BITS_AT_ONCE, some_rows, unpack
 
 LOG2_E = math.log2(math.e)
 
 
-class CpuBackend:
+class CpuBackend(BudgetInTorch):
     """Compiled for this CPU at first use; skips blocks in both stages, on every core."""
 
     name = "cpu"
@@ -52,9 +50,6 @@ class CpuBackend:
 
     summarize = staticmethod(reference.summarize)
     select = staticmethod(reference.select)
-    exact_rows = staticmethod(exact_rows)
-    judge = staticmethod(judge)
-    attend_again = attend_again
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         from sparge.backends.cpu import _attend as kernel

@@ -18,7 +18,6 @@ from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
     LOG2_E,
     REMEMBERED,
-    Listing,
     MaskBits,
     cuts_anywhere,
     list_rows,
@@ -96,7 +95,7 @@ class HopperBackend(TritonBackend):
             super().attend_again(blocks, config, redo)
             return
         with on_device(blocks.inputs.query):
-            launch_16bit.attend(blocks, None, config, _processors(blocks.inputs.query.device), redo)
+            launch_16bit.attend(blocks, redo, config, _processors(blocks.inputs.query.device))
 
 
 @functools.cache
@@ -156,7 +155,7 @@ def _plan(
             size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        expand = list_rows(problem, size, block, Listing(bits), first, here)
+        expand = list_rows(problem, size, block, bits, first, here)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
     return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.backends.triton.arguments import either, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import Part, attend_by_parts
+from sparge.backends.triton.launch import Part, attend_by_parts, block_of
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, cuts_anywhere, reach, rows_listed_at_once
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
@@ -108,16 +108,14 @@ def _stages(size: Sizes, int8: bool) -> int:
     return 4 if 4 * stage + rest <= SHARED_BYTES else 2
 
 
-def attend(
-    blocks: Blocks, mask: BlockMask | None, config: SparseConfig, processors: int, redo: Redo | None = None
-) -> Output:
+def attend(blocks: Blocks, kept: BlockMask | Redo, config: SparseConfig, processors: int) -> Output:
     inputs, copies, valid = blocks.inputs, blocks.quantized, blocks.inputs.visibility.key_valid
     q, k, v = inputs.query, inputs.key, inputs.value
     q_scale = k_scale = lse_term = q
     if copies is not None:
         q, k, v, q_scale, k_scale = copies.query, copies.key, copies.value, copies.query_scale, copies.key_scale
         lse_term = q if copies.lse_term is None else copies.lse_term
-    block = config.block if mask is None else mask.block
+    block = block_of(kept, config)
     size = Sizes.of(inputs.signature, block, copies is not None)
     boxes = (boxes_of(q, size.dp), boxes_of(k, size.dp), boxes_of(v, size.dvp))
     padding = q if valid is None else valid.contiguous().view(torch.int8)
@@ -127,7 +125,7 @@ def attend(
 
     def launch(part: Part) -> None:
         skip_rows = block[0] // part.tiles_per_block if second else None
-        strides, again = part.output.stride()[:3], redo is not None
+        strides, again = part.output.stride()[:3], isinstance(kept, Redo)
         mine = _launches(inputs.signature, block, copies is not None, skip_rows, strides, processors, again)[
             part.number
         ]
@@ -138,4 +136,4 @@ def attend(
         )  # fmt: skip
         mine((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
 
-    return attend_by_parts(blocks, mask, config, redo, launch)
+    return attend_by_parts(blocks, kept, config, launch)

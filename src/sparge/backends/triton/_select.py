@@ -486,16 +486,16 @@ def drawn_if_any(WANTED, heads):
 @triton.jit(do_not_specialize=LENGTHS)
 def expand(
     BITS, Q_ENDS, K_ENDS, BEFORE, WANTED,  # inputs: int32 [BH, query blocks, words]; as for select; int8 [BH]
-    COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and a zero, from which programs draw; [BH, rows]; [BH, rows, key blocks]
+    COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and what programs draw first; [BH, rows]; [BH, rows, key blocks]
     heads, q_len, k_len, q_tokens, k_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head, left, right,
     BQ: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, CUTS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr, EVERYTHING: tl.constexpr, SOME_HEADS: tl.constexpr,
+    HAS_VALID: tl.constexpr, SOME_HEADS: tl.constexpr,
 ):  # fmt: skip
     """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0).
 
     CUTS_FIRST: blocks with a key that some row cannot see come before all others; CUTS says how many they are.
-    EVERYTHING: all blocks that hold a visible pair, whatever BITS says.
-    SOME_HEADS: a count of -1 says that the rows of a head that is not WANTED stay as they are.
+    SOME_HEADS: instead of BITS every block that holds a visible pair, for heads that are WANTED; a count of -1 says
+    that the rows of others stay as they are.
     """
     row = tl.program_id(0) % rows
     bh = (tl.program_id(0) // rows).to(tl.int64)
@@ -524,7 +524,7 @@ def expand(
     for chosen in tl.static_range(2 if CUTS_FIRST else 1):
         for first_listed in range(0, k_blocks, TILE):
             block = k_blocks - 1 - first_listed - tl.arange(0, TILE)
-            if EVERYTHING:
+            if SOME_HEADS:
                 kept = holds_seen(block, batch, top, bottom, k_len, left, right, BEFORE, BK, HAS_VALID)
             else:
                 word = tl.load(BITS + block // WORD, mask=block >= 0, other=0)

@@ -20,7 +20,6 @@ from sparge.backends.triton.dispatch import addresses_of
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
     KINDS,
-    Listing,
     MaskBits,
     Operands,
     PreparePlan,
@@ -99,7 +98,7 @@ class TritonBackend:
 
     def attend_again(self, blocks: Blocks, config: SparseConfig, redo: Redo) -> None:
         with on_device(blocks.inputs.query):
-            attend_by_parts(blocks, None, config, redo)
+            attend_by_parts(blocks, redo, config)
 
     def exact_rows(self, inputs: Inputs, rows: Tensor) -> Tensor:
         if not launch_exact.takes(inputs):
@@ -249,16 +248,20 @@ class Part:
     lse: Tensor | None
 
 
+def block_of(kept: BlockMask | Redo, config: SparseConfig) -> tuple[int, int]:
+    """A caller's mask may have blocks of its own."""
+    return config.block if isinstance(kept, Redo) else kept.block
+
+
 def attend_by_parts(
     blocks: Blocks,
-    mask: BlockMask | None,
+    kept: BlockMask | Redo,
     config: SparseConfig,
-    redo: Redo | None = None,
     own_kernel: Callable[[Part], None] | None = None,
 ) -> Output:
-    """Part by part; without a mask, over all visible blocks. `own_kernel` runs in place of the portable one."""
+    """Part by part; heads to redo, over all visible blocks. `own_kernel` runs in place of the portable one."""
     inputs, quantized = blocks.inputs, blocks.quantized
-    block, bits = (config.block, None) if mask is None else (mask.block, mask.bits)
+    redo, bits = (kept, None) if isinstance(kept, Redo) else (None, kept.bits)
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None
     output = inputs.empty_output() if redo is None else redo.output.values
     operands = (q, inputs.key, inputs.value, q, q, q, q, q)
@@ -270,7 +273,7 @@ def attend_by_parts(
     layout = Operands(
         operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15
     )
-    listed = Listing(None if bits is None else MaskBits.of(bits), redo is not None)
+    listed, block = None if bits is None else MaskBits.of(bits), block_of(kept, config)
     plan = attend_plan(inputs.signature, config, block, layout, listed, capability(q.device))
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
@@ -279,15 +282,8 @@ def attend_by_parts(
         lse, wanted = redo.output.lse, redo.heads.view(torch.int8)
     lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
     skipped = no_skips(q.device).expand(size.batch, size.heads)
-    listing = (
-        either(bits, q),
-        *sequence_ends(inputs),
-        either(inputs.visibility.valid_before, q),
-        wanted,
-        counts,
-        cuts,
-        lists,
-    )
+    before = either(inputs.visibility.valid_before, q)
+    listing = (either(bits, q), *sequence_ends(inputs), before, wanted, counts, cuts, lists)
     for number, part in enumerate(plan.parts):
         skips = q
         if second:

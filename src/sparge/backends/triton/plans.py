@@ -226,13 +226,6 @@ class MaskBits(NamedTuple):
         return cls(batch, head, bits.shape[3], bits.data_ptr() & 15)
 
 
-class Listing(NamedTuple):
-    """Which blocks are listed, and of which heads."""
-
-    bits: MaskBits | None  # None: every block that holds a visible pair
-    some_heads: bool = False
-
-
 class Operands(NamedTuple):
     """Strides of what the attention kernel reads and writes."""
 
@@ -257,22 +250,22 @@ def list_rows(
     problem: Signature,
     size: Sizes,
     block: tuple[int, int],
-    listing: Listing,
+    bits: MaskBits | None,
     first: int,
     rows: int,
 ) -> Launch:
-    """Lists of the kept blocks of `rows` query blocks of each head."""
+    """Lists of the kept blocks of `rows` query blocks of each head; without bits, of all visible ones of some heads."""
     from sparge.backends.triton import _select as kernels
 
-    bits = listing.bits or MaskBits(0, 0, 0, 0)
+    words, batch, head = (0, 0, 0) if bits is None else (bits.words, bits.batch, bits.head)
     numbers = (
-        size.heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.k_blocks, bits.words, first, rows,
-        bits.batch, bits.head, *reach(problem),
+        size.heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, size.k_blocks, words, first, rows,
+        batch, head, *reach(problem),
     )  # fmt: skip
     constants = {
         "BQ": block[0], "BK": block[1], "TILE": 512, "PACKED": problem.packing is not None,
         "CUTS_FIRST": cuts_anywhere(problem), "HAS_VALID": problem.has_valid,
-        "EVERYTHING": listing.bits is None, "SOME_HEADS": listing.some_heads, "num_warps": 4,
+        "SOME_HEADS": bits is None, "num_warps": 4,
     }  # fmt: skip
     return Launch(kernels.expand, rows * size.batch * size.heads, numbers, constants)
 
@@ -283,7 +276,7 @@ def attend_plan(
     config: SparseConfig,
     block: tuple[int, int],
     operands: Operands,
-    listing: Listing,
+    bits: MaskBits | None,
     chip: int,
 ) -> AttendPlan:
     from sparge.backends.triton import _attend as kernels
@@ -299,13 +292,13 @@ def attend_plan(
         "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp,
         "BQ": block[0], "BK": block[1], "FORMAT": number_format,
         "CUTS_FIRST": cuts_anywhere(problem), "HAS_VALID": problem.has_valid, "SECOND": second,
-        "WRITE_LSE": problem.needs_lse, "CAREFUL": False, "PACKED": packed, "SOME_HEADS": listing.some_heads, **tiles,
+        "WRITE_LSE": problem.needs_lse, "CAREFUL": False, "PACKED": packed, "SOME_HEADS": bits is None, **tiles,
     }  # fmt: skip
     strides = _strides(problem, operands.query, operands.key, operands.value, operands.output)
     parts = []
     for first in range(0, size.q_blocks, step):
         here = min(step, size.q_blocks - first)
-        expand = list_rows(problem, size, block, listing, first, here)
+        expand = list_rows(problem, size, block, bits, first, here)
         numbers = (
             problem.scale * LOG2_E, size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens,
             size.k_tokens, size.k_blocks, size.k_slots, size.padded, first, here, *reach(problem), *strides,
