@@ -76,6 +76,7 @@ def test_dense_attention_follows_the_contract(q_len, k_len, is_causal, heads, dt
     assert relative_l1(out.cpu(), want) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_call_waits_for_the_device():
     q, k, v = problem()
     padding = torch.arange(1500, device="cuda")[None, None, None] < 1400
@@ -214,6 +215,7 @@ def test_cuda_graphs_replay(quantization, max_error):
         assert torch.equal(out, sparge.attention(q, k, v, is_causal=True, config=config))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own modules, when inductor loads them
 def test_torch_compile_without_graph_breaks():
     q, k, v = problem()
 

@@ -431,6 +431,22 @@ def test_triton_probes_some_heads_at_a_time(packed, poisoned, monkeypatch):
         assert (masks[1] != want.bits).sum() <= 1
 
 
+@each_backend("dense", "reference")
+@pytest.mark.parametrize(("window", "skipped"), [(None, 4), ((300, None), 2)], ids=["padding", "window"])
+def test_the_second_stage_judges_blocks_last_first(backend, window, skipped, poisoned):
+    """A block with hidden keys and one that outshines all others: in its turn it dims the first block alone."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    q, k, v = tensors(3, heads=2, kv_heads=2, q_len=256, k_len=512, dim=64, dtype=dtype)
+    q += 1.0
+    k[:, :, 70] = 2.0
+    config = SparseConfig(rule="topk", topk=1.0, pv_threshold=-4.0, quantization="none", block=(128, 64))
+    inputs = problem(q, k, v, window=window, key_valid=None if window else torch.arange(512)[None] != 65)
+    there = on_its_device(backend, inputs)
+    mask = BlockMask.all_visible(there.visibility, config.block, *q.shape[:2])
+    got = BY_NAME[backend].attend(BY_NAME[backend].summarize(there, config), mask, config)
+    assert got.skipped_pv.tolist() == [[skipped, skipped]]
+
+
 @each_backend("dense", "cpu", "torch", "reference")  # those without fp8, and the oracle itself
 @pytest.mark.parametrize("spoiler", [1e4] if INTERPRETED else [None, 1e4, 1e30, torch.inf, torch.nan], ids=str)
 def test_keys_and_values_outside_the_sample(backend, spoiler, poisoned):

@@ -35,6 +35,7 @@ UNIT = gl.constexpr(64)  # keys that share a scale
 P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
 HIDDEN = gl.constexpr(-0x7FFFFF00)  # below every sum of products
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
+NO_MEAN = gl.constexpr(1.0e30)  # beyond every mean of e4m3 values
 PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -118,7 +119,7 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
-    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage; at the end, whether a row saw anything
+    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
     ticket: gl.shared_memory_descriptor  # [2, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -783,30 +784,26 @@ def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE
     ALIGNED: gl.constexpr = 8 if DV % 8 == 0 else 1  # channels that every stride is a multiple of
     row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
     row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
-    inverse = gl.where(row_total == 0, 0.0, 1.0 / row_total)  # a row that sees nothing gives 0; NaN stays NaN
-    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
     v_scale = gl.load(V_SCALE + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
-    saw = (row_total != 0).to(gl.int32)
-    out = acc * inverse
-    if STAGED:
-        s.exact.index(wg).store(out)
-        s.votes.index(wg).store(saw)
-        v_mean = gl.load(V_MEAN + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
+    # A row that saw nothing is marked by a number no mean of e4m3 values is; NaN stays NaN. Flags of their own would go
+    # through shared memory as well, and cost the loop above registers.
+    divisor = gl.expand_dims(gl.convert_layout(row_total, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+    out = gl.where(divisor == 0, NO_MEAN, acc * (1.0 / divisor))
     first_row = t.first_row + wg * ROWS
     wide = t.at.bh.to(gl.int64)
     at = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT)), 1)
     target = OUT + (wide // p.heads) * (o_batch // ALIGNED * ALIGNED) + (wide % p.heads) * (o_head // ALIGNED * ALIGNED)
     target = target + (t.at.q_first + at).to(gl.int64) * (o_row // ALIGNED * ALIGNED) + gl.expand_dims(dv, 0)
     if STAGED:
+        s.exact.index(wg).store(out)
+        v_mean = gl.load(V_MEAN + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
         out = s.exact.index(wg).load(FLAT)
-        saw = s.votes.index(wg).load(gl.SliceLayout(1, FLAT))
-    else:
-        saw = gl.convert_layout(saw, gl.SliceLayout(1, FLAT), assert_trivial=True)
-    out = out * gl.expand_dims(v_scale, 0)
+    saw = out != NO_MEAN
+    out *= gl.expand_dims(v_scale, 0)
     if not STAGED:  # a thread has many channels, and no registers for scales and means at once
         v_mean = gl.load(V_MEAN + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
-    out += gl.where(gl.expand_dims(saw, 1) != 0, gl.expand_dims(v_mean, 0), 0.0)  # what smoothing took from each value
+    out = gl.where(saw, out + gl.expand_dims(v_mean, 0), 0.0)  # what smoothing took from each value
     gl.store(target, out.to(OUT.dtype.element_ty), mask=(at < t.at.q_len) & gl.expand_dims(dv < DV, 0))
     if p.WRITE_LSE:
         rows = first_row + gl.arange(0, ROWS, ROW)

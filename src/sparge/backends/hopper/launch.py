@@ -155,7 +155,7 @@ def _plan(
             size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
         )  # fmt: skip
         attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        expand = list_rows(problem, size, block, bits, first, here)
+        expand = list_rows(problem, size, block, bits, first, here, second)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
     return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))

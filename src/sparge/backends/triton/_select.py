@@ -489,11 +489,12 @@ def expand(
     COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and what programs draw first; [BH, rows]; [BH, rows, key blocks]
     heads, q_len, k_len, q_tokens, k_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head, left, right,
     BQ: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, CUTS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr, SOME_HEADS: tl.constexpr,
+    IN_ORDER: tl.constexpr, HAS_VALID: tl.constexpr, SOME_HEADS: tl.constexpr,
 ):  # fmt: skip
     """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0).
 
     CUTS_FIRST: blocks with a key that some row cannot see come before all others; CUTS says how many they are.
+    IN_ORDER: nothing changes places, as the second stage asks; CUTS then counts all up to the last of those blocks.
     SOME_HEADS: instead of BITS every block that holds a visible pair, for heads that are WANTED; a count of -1 says
     that the rows of others stay as they are.
     """
@@ -521,7 +522,8 @@ def expand(
     slot = bh * rows + row
     LISTS += slot * k_blocks
     count = 0
-    for chosen in tl.static_range(2 if CUTS_FIRST else 1):
+    cuts = 0
+    for chosen in tl.static_range(2 if CUTS_FIRST and not IN_ORDER else 1):
         for first_listed in range(0, k_blocks, TILE):
             block = k_blocks - 1 - first_listed - tl.arange(0, TILE)
             if SOME_HEADS:
@@ -531,10 +533,13 @@ def expand(
                 kept = (((word >> (block % WORD)) & 1) != 0) & (block >= 0)
             if CUTS_FIRST:
                 cut = holds_hidden(block, batch, top, bottom, k_len, left, right, BEFORE, BK, HAS_VALID)
-                kept = kept & (cut if chosen == 0 else ~cut)
+                if not IN_ORDER:
+                    kept = kept & (cut if chosen == 0 else ~cut)
             place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
             tl.store(LISTS + place, block, mask=kept)
             count += tl.sum(kept.to(tl.int32), 0)
-        if CUTS_FIRST and chosen == 0:
-            tl.store(CUTS + slot, count)
+            if CUTS_FIRST and chosen == 0:
+                cuts = tl.maximum(cuts, tl.max(tl.where(kept & cut, place + 1, 0), 0))
+    if CUTS_FIRST:
+        tl.store(CUTS + slot, cuts)
     tl.store(COUNTS + slot, count)

@@ -253,8 +253,12 @@ def list_rows(
     bits: MaskBits | None,
     first: int,
     rows: int,
+    second: bool,
 ) -> Launch:
-    """Lists of the kept blocks of `rows` query blocks of each head; without bits, of all visible ones of some heads."""
+    """Lists of the kept blocks of `rows` query blocks of each head; without bits, of all visible ones of some heads.
+
+    The second stage judges a block after those behind it, so it wants them in that order.
+    """
     from sparge.backends.triton import _select as kernels
 
     words, batch, head = (0, 0, 0) if bits is None else (bits.words, bits.batch, bits.head)
@@ -264,8 +268,8 @@ def list_rows(
     )  # fmt: skip
     constants = {
         "BQ": block[0], "BK": block[1], "TILE": 512, "PACKED": problem.packing is not None,
-        "CUTS_FIRST": cuts_anywhere(problem), "HAS_VALID": problem.has_valid,
-        "SOME_HEADS": bits is None, "num_warps": 4,
+        "CUTS_FIRST": cuts_anywhere(problem), "IN_ORDER": second and cuts_anywhere(problem),
+        "HAS_VALID": problem.has_valid, "SOME_HEADS": bits is None, "num_warps": 4,
     }  # fmt: skip
     return Launch(kernels.expand, rows * size.batch * size.heads, numbers, constants)
 
@@ -298,7 +302,7 @@ def attend_plan(
     parts = []
     for first in range(0, size.q_blocks, step):
         here = min(step, size.q_blocks - first)
-        expand = list_rows(problem, size, block, bits, first, here)
+        expand = list_rows(problem, size, block, bits, first, here, second)
         numbers = (
             problem.scale * LOG2_E, size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens,
             size.k_tokens, size.k_blocks, size.k_slots, size.padded, first, here, *reach(problem), *strides,
