@@ -35,7 +35,7 @@ def test_layers_are_judged_by_the_models_output() -> None:
     small = sparge.SparseConfig(
         rule=("threshold", "gap"), block=(64, 32), sinks=0, quantization="none", threshold=0.1, gap=1.0
     )
-    profile = sparge.tune(model, [one.inputs], spend="prediction", config=small, divergence=0.01, groups=2)
+    profile = sparge.tune(model, [one.inputs], config=small, divergence=0.01)
     assert profile.metrics["divergence"] <= 0.01
     assert profile.executed < 1
     want = output(model, **one.inputs)

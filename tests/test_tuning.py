@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparge import Profile, SparseConfig, attention, predict_mask, tune
 from sparge.profile import ProfileError
-from sparge.tuning import search as search_module
+from sparge.tuning import survey as survey_module
 from sparge.tuning.choose import within_bound, within_budget
 from sparge.tuning.journal import Journal, JournalError, digest
 from sparge.tuning.ladder import COARSE, EVERYTHING, settings_at
@@ -233,8 +233,8 @@ def test_a_stopped_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             tune(two_layers, [0, 1], l1=0.05, journal=path, on_step=on_step)
 
-    counted, calls = search_module.measure, []
-    monkeypatch.setattr(search_module, "measure", lambda *args: calls.append(1) or counted(*args))
+    counted, calls = survey_module.measure, []
+    monkeypatch.setattr(survey_module, "measure", lambda *args: calls.append(1) or counted(*args))
     stop_after(3)
     stop_after(6)
     text = path.read_text()

@@ -79,7 +79,7 @@ def test_tune_as_json(tiny: Any, tmp_path: Path) -> None:
 def test_tune_by_what_the_model_predicts(tiny: Any, tmp_path: Path) -> None:
     settings = "rule=threshold+gap,gap=0.01,threshold=0.3,sinks=0,quantization=none"
     path = tmp_path / "tiny.safetensors"
-    result = tuned(path, "--json", "--spend", "prediction", "--groups", "2", "--config", settings)
+    result = tuned(path, "--json", "--config", settings)
     assert result.exit_code == 0, result.output
     metrics = json.loads(result.stdout)["metrics"]
     assert 0 < metrics["divergence"] <= metrics["allowed"]
@@ -90,7 +90,7 @@ def test_tune_by_what_the_model_predicts(tiny: Any, tmp_path: Path) -> None:
 def test_divergence_is_that_of_the_predictions(tiny: Any) -> None:
     ids = torch.randint(0, 64, (2, 384), generator=torch.Generator().manual_seed(0))
     config = SparseConfig(rule=("threshold", "gap"), gap=0.01, threshold=0.3, sinks=0, quantization="none")
-    found = tune(tiny, [ids], spend="prediction", config=config, groups=1, share=1.0)
+    found = tune(tiny, [ids], spend="prediction", config=config, share=1.0)
     with torch.no_grad():
         dense = tiny(ids).logits.log_softmax(-1)
         with patch(tiny, config):
@@ -135,7 +135,7 @@ def test_ctrl_c_keeps_what_was_measured(tiny: Any, tmp_path: Path, monkeypatch: 
         (["--device", "tpu"], "--device"),
         (["--dtype", "int8"], "--dtype"),
         (["--spend", "prediction", "--l1", "0.1"], "divergence instead"),
-        (["--groups", "3"], "spend='prediction'"),
+        (["--spend", "head", "--divergence", "0.1"], "spend='prediction'"),
         (["--text", "no such file"], "no such file"),
         (["--tokens", "1024", "--inputs", "1000"], "windows"),
         (["--tokens", "2048"], "at most 1024"),

@@ -236,25 +236,25 @@ def ablate(
 def tune(
     file: Annotated[Path, typer.Argument(help="The profile to write.")],
     l1: Annotated[
-        float | None, typer.Option("--l1", help="Bound on the relative L1 of each head's output. Default: 0.02.")
+        float | None,
+        typer.Option("--l1", help="Bound on the relative L1 of each head's output. Default: 0.02."),
     ] = None,
     l2: Annotated[
         float | None, typer.Option("--l2", help="The same with the second stage, which it switches on.")
     ] = None,
     spend: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="model: one error budget for all heads. head: the bound for every head, as in the paper. prediction: "
-            "groups of layers, judged by what the model predicts."
+            help="prediction: heads are judged by what the model predicts. model: one error budget for all heads. "
+            "head: the bound for every head, as in the paper. Default: prediction; with --l1 or --l2 model."
         ),
-    ] = "model",
+    ] = None,
     divergence: Annotated[
         float | None,
         typer.Option(
             help="prediction: nats a token that may be lost. Default: as many as SETTINGS lose by themselves."
         ),
     ] = None,
-    groups: Annotated[int | None, typer.Option(min=1, help="prediction: groups of layers. Default: 10.")] = None,
     config: Annotated[
         str,
         typer.Option(metavar="SETTINGS", help="What is tuned, as in rule=cdf or probe_rows=8,sinks=2."),
@@ -275,7 +275,7 @@ def tune(
     ] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Search settings per layer and head that skip as many blocks as an error bound allows; write them as a profile.
+    """Search settings per layer and head that skip as many blocks as a bound allows; write them as a profile.
 
     The inputs should be as long and of the kind that the model will read.
     Ctrl-C keeps what was measured in FILE.journal, and the same command goes
@@ -289,7 +289,7 @@ def tune(
 
       sparge tune paper.safetensors --spend head --config rule=cdf --tokens 4096
 
-      sparge tune mine.safetensors --spend prediction --config probe_rows=8
+      sparge tune mine.safetensors --divergence 0.002 --config probe_rows=8
 
       sparge profile smollm2.safetensors
     """
@@ -301,7 +301,7 @@ def tune(
 
     try:
         request = Request(
-            file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, divergence, groups, parse_config(config),
+            file, model, tuple(text or ()), tokens, inputs, l1, l2, spend, divergence, parse_config(config),
             parse_device(device), parse_dtype(dtype),
         )  # fmt: skip
         outcome = run_tune(request, as_json)

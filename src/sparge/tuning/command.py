@@ -31,9 +31,8 @@ class Request:
     inputs: int
     l1: float | None
     l2: float | None
-    spend: str
+    spend: str | None
     divergence: float | None
-    groups: int | None
     config: SparseConfig
     device: torch.device
     dtype: torch.dtype | None  # None: that of the file
@@ -59,17 +58,18 @@ def run_tune(request: Request, as_json: bool) -> int:
                 raise ValueError(f"{name} reads at most {longest} tokens, not {request.tokens}; see --tokens.")
             windows = cut_windows([_ids(tokenizer, text) for text in texts], request.tokens, request.inputs)
             inputs = [window.to(request.device) for window in windows]
-            by_input = request.spend == "prediction"  # else layers are counted
+            of_heads = request.l1 is not None or request.l2 is not None
+            by_output = request.spend == "prediction" or (request.spend is None and not of_heads)
             layers, passes = model.config.num_hidden_layers, 2 if request.l2 is None else 3
-            steps = steps_of(layers, request.groups) if by_input else passes * layers
+            steps = steps_of(layers) if by_output else passes * layers
             progress.update(task, total=steps * len(inputs), description="starting")
 
             def on_step(stage: str, layer: str) -> None:
-                progress.update(task, description=stage, advance=1 if by_input != bool(layer) else 0)
+                progress.update(task, description=stage, advance=1 if by_output or layer else 0)
 
             profile = tune(
                 model, inputs, l1=request.l1, l2=request.l2, spend=request.spend, divergence=request.divergence,
-                groups=request.groups, config=request.config, name=name, journal=request.journal, on_step=on_step,
+                config=request.config, name=name, journal=request.journal, on_step=on_step,
             )  # fmt: skip
     except KeyboardInterrupt:
         kept = f"what was measured is kept in {request.journal}" if request.journal.exists() else "nothing was measured"

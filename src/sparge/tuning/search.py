@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +12,18 @@ import torch
 from torch import Tensor
 
 from sparge.config import SparseConfig
-from sparge.inputs import prepare_inputs, restore
-from sparge.profile import LayerProfile, Profile, check_name
+from sparge.profile import Profile
 from sparge.tuning.choose import within_bound, within_budget
 from sparge.tuning.job import OnStep, Search, versions
-from sparge.tuning.journal import Journal, digest, pack, unpack
-from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, settings_at, with_settings
-from sparge.tuning.measure import Measurement, exact_output, measure
+from sparge.tuning.journal import Journal, digest
+from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, Settings, settings_at
+from sparge.tuning.measure import Measurement
 from sparge.tuning.prediction import search_by_prediction
 from sparge.tuning.subjects import Loss, sensitivity, subject_of
+from sparge.tuning.survey import Layer, share_executed, survey
 
 SPENDS = ("model", "head", "prediction")
 L1 = 0.02  # unless told otherwise
-Settings = dict[str, Any]
-Plan = Callable[[str, int], list[Settings]]  # (layer, heads) -> the settings to try, each a vector per head
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What is known of one layer: the settings tried, and how they did on all inputs."""
-
-    tried: list[Settings]
-    measured: Measurement
 
 
 def tune(
@@ -45,9 +32,8 @@ def tune(
     *,
     l1: float | None = None,
     l2: float | None = None,
-    spend: str = "model",
+    spend: str | None = None,
     divergence: float | None = None,
-    groups: int | None = None,
     config: SparseConfig | None = None,
     loss: Loss | None = None,
     name: str | None = None,
@@ -65,14 +51,15 @@ def tune(
              diffusers the arguments of its forward, as a dict
     l1       bound on the relative L1 of each head's output, over all inputs (0.02); l2 (more than l1) is that with the
              second stage, pv_threshold, which is left as it is without l2
-    spend    "head": every head may err by l1, as in the paper. "model": the squared error that these settings add up
+    spend    "prediction": how strict each head may be is judged by the model's own output: the Kullback-Leibler
+             divergence of a language model's predictions in nats a token, the relative squared error of others'
+             outputs. What single heads do to it comes from a few gradients, so the output must be differentiable; a
+             function must return it. No l1, no l2
+             "head": every head may err by l1, as in the paper. "model": the squared error that these settings add up
              to is one budget for the model, spent where it saves most blocks. Heads are weighted by the gradient of
-             the loss where one is known (models of transformers, or `loss`), else by the size of the layer's output.
-             "prediction": groups of neighbouring layers are made stricter or gentler, each alone, and judged by the
-             model's own output: the Kullback-Leibler divergence of a language model's predictions in nats a token, the
-             relative squared error of others' outputs; a function must return its output for that. No l1, no l2
-    divergence, groups  of "prediction": what all layers together may do to the output (no more than `config` itself
-             does), and how many groups there are (10)
+             the loss where one is known (models of transformers, or `loss`), else by the size of the layer's output
+             None: "prediction" for models, unless l1, l2 or loss is given; else "model"
+    divergence  of "prediction": what all heads together may do to the output (no more than `config` itself does)
     config   what is tuned: its rules' settings are the starting point, everything else stays as it is
     loss     loss(item, attend) -> scalar, for a function
     share    of query blocks, or for "prediction" of the output's rows (tokens), on which errors are measured, drawn
@@ -80,11 +67,16 @@ def tune(
     journal  file that keeps what was measured: the same search goes on from it
     on_step  called as on_step(stage, layer) whenever a layer has been measured
 
-    One layer's Q, K and V of one input are in memory at a time. The model runs on each input two or three times
-    ("prediction": seven times a group, and a few times more), and only settings that were measured are returned.
+    One layer's Q, K and V of one input are in memory at a time, but where gradients are computed, which need every
+    layer's activations. The model runs on each input two or three times ("prediction": five, up to three more if what
+    was chosen moves it too far, and 8 times backwards, on a CPU twice); only settings that were measured are returned.
     """
+    of_heads = {"l1": l1, "l2": l2, "loss": loss}
+    if spend is None:
+        own_output = isinstance(model, torch.nn.Module) and all(value is None for value in of_heads.values())
+        spend = "prediction" if own_output else "model"
     base = _checked(l1, l2, spend, config, share, inputs)
-    _check_prediction(spend, {"l1": l1, "l2": l2, "loss": loss}, divergence, groups)
+    _check_prediction(spend, of_heads, divergence)
     subject = subject_of(model, name, loss)
     try:
         job = {
@@ -94,7 +86,7 @@ def tune(
         place = None if journal is None else Path(journal)
         search = Search(subject, list(inputs), base, share, seed, Journal(place, job), on_step or (lambda *_: None))
         if spend == "prediction":
-            return search_by_prediction(search, divergence, groups)
+            return search_by_prediction(search, divergence)
         return _search(search, L1 if l1 is None else l1, l2, spend == "model")
     finally:
         subject.close()
@@ -102,15 +94,15 @@ def tune(
 
 def _search(search: Search, l1: float, l2: float | None, by_model: bool) -> Profile:
     spending = Spending(by_model, _weights(search) if by_model else None)
-    layers = _survey(search, "coarse", lambda _, heads: _settings(search.base, _rungs(heads)))
+    layers = survey(search, "coarse", lambda _, heads: _settings(search.base, _rungs(heads)))
     budget = spending.budget(layers, l1)
     nearest = {
         name: _rungs(len(picked)).gather(0, picked[None])[0]
         for name, picked in spending.choose(layers, l1, budget).items()
     }
     around = {name: [strictness + step for step in FINE] for name, strictness in nearest.items()}
-    more = _survey(search, "fine", lambda name, _: _settings(search.base, around[name]))
-    layers = {name: _joined(layers[name], found) for name, found in more.items()}
+    more = survey(search, "fine", lambda name, _: _settings(search.base, around[name]))
+    layers = {name: layers[name].joined(found) for name, found in more.items()}
     chosen = spending.choose(layers, l1, budget)
     bounds = {"l1": l1}
     if l2 is not None:
@@ -130,82 +122,15 @@ def _settings(base: SparseConfig, rungs: Iterable[Tensor]) -> list[Settings]:
 
 def _second_stage(search: Search, layers: dict[str, Layer], chosen: dict[str, Tensor]) -> dict[str, Layer]:
     """The chosen settings again, without and with the second stage."""
-    first = {name: _picked(layer.tried, chosen[name]) for name, layer in layers.items()}
+    first = {name: layer.picked(chosen[name]) for name, layer in layers.items()}
 
     def plan(layer: str, heads: int) -> list[Settings]:
         return [{**first[layer], "pv_threshold": (value,) * heads} for value in (PV_OFF, *PV_THRESHOLDS)]
 
-    return _survey(search, "second stage", plan)
+    return survey(search, "second stage", plan)
 
 
-# ---- measuring
-
-
-def _survey(search: Search, stage: str, plan: Plan) -> dict[str, Layer]:
-    """Every layer on every input under the plan's settings; an input that the journal holds whole is not run."""
-    layers: dict[str, Layer] = {}
-    for index, item in enumerate(search.inputs):
-        known_calls = _calls(search, index, plan)
-        if all(key in search.journal.records for key, _, _ in known_calls):
-            for _, name, _ in known_calls:
-                search.on_step(stage, name)
-        else:
-            with torch.no_grad():
-                _run_measured(search, stage, index, item, plan)
-        for key, name, heads in _calls(search, index, plan):
-            found, known = unpack(search.journal.records[key], key), layers.get(name)
-            if known is None:
-                layers[name] = Layer(plan(name, heads), found)
-            else:
-                layers[name] = replace(known, measured=known.measured + found)
-    return layers
-
-
-def _calls(search: Search, index: int, plan: Plan) -> list[tuple[str, str, int]]:
-    """Journal key, layer and heads of every attention call on an input; before its first run, one key of no record."""
-    known = search.journal.records.get(f"calls/{index}")
-    if known is None:
-        return [(f"calls/{index}", "", 0)]
-    counted: Counter[str] = Counter()
-    calls = []
-    for name, heads in known:
-        calls.append((_record(index, name, counted[name], plan(name, heads)), name, heads))
-        counted[name] += 1
-    return calls
-
-
-def _record(index: int, layer: str, call: int, tried: list[Settings]) -> str:
-    """The settings are part of the key: a search with another bound finds what it shares with this one."""
-    return f"{index}/{layer}/{call}/{hashlib.sha256(json.dumps(tried).encode()).hexdigest()[:16]}"
-
-
-def _run_measured(search: Search, stage: str, index: int, item: Any, plan: Plan) -> None:
-    """One input through the model: each layer is measured when it is called, then its Q, K and V are let go."""
-    journal = search.journal
-    counted: Counter[str] = Counter()
-    calls: list[tuple[str, int]] = []
-
-    def attend(layer: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-        check_name(layer)  # now, not when the profile is made
-        with torch.autocast(query.device.type, enabled=False):
-            inputs = prepare_inputs(query, key, value, **arguments)
-            exact, heads = exact_output(inputs), inputs.query.shape[1]
-            if not exact.isfinite().all():
-                raise ValueError(f"layer {layer!r} gives numbers that are not finite on input {index}: not tuned.")
-            tried = plan(layer, heads)
-            record = _record(index, layer, counted[layer], tried)
-            if record not in journal.records:
-                candidates = [with_settings(search.base, one) for one in tried]
-                journal.add(record, pack(measure(inputs, exact, candidates, search.share, search.seed + index)))
-        counted[layer] += 1
-        calls.append((layer, heads))
-        search.on_step(stage, layer)
-        return restore(exact, inputs.layout)
-
-    search.subject.run(item, attend)
-    if not calls:
-        raise ValueError("the model computed no attention by `attend`: there is nothing to tune.")
-    journal.add(f"calls/{index}", calls)
+# ---- choosing
 
 
 def _weights(search: Search) -> dict[str, Tensor] | None:
@@ -218,9 +143,6 @@ def _weights(search: Search) -> dict[str, Tensor] | None:
         known = {name: weight.tolist() for name, weight in found.items()}
         search.journal.add("weights", known)
     return {name: torch.tensor(weight, dtype=torch.float64) for name, weight in known.items()}
-
-
-# ---- choosing
 
 
 @dataclass(frozen=True)
@@ -261,44 +183,28 @@ class Spending:
         return measured.squared_error * self.weights[layer]
 
 
-def _joined(one: Layer, other: Layer) -> Layer:
-    return Layer(one.tried + other.tried, one.measured.joined(other.measured))
-
-
-def _picked(tried: list[Settings], chosen: Tensor) -> Settings:
-    """Each head's own candidate, as one vector per setting."""
-    return {name: tuple(tried[index][name][head] for head, index in enumerate(chosen.tolist())) for name in tried[0]}
-
-
 # ---- the result
 
 
 def _profile(search: Search, layers: dict[str, Layer], chosen: dict[str, Tensor], bounds: dict[str, float]) -> Profile:
-    made = {}
-    for name, layer in layers.items():
-        measured, picked = layer.measured, chosen[name][None]
-        executed = (measured.executed / measured.visible.clamp(min=1)).gather(0, picked)[0]
-        error = measured.relative_l1.gather(0, picked)[0]
-        made[name] = LayerProfile(_picked(layer.tried, chosen[name]), tuple(executed.tolist()), tuple(error.tolist()))
-    count = sum(float(layer.measured.visible.sum()) for layer in layers.values())
-    done = sum(float(layers[name].measured.executed.gather(0, chosen[name][None]).sum()) for name in layers)
-    metrics = {**bounds, "executed": done / max(1.0, count), "inputs": float(len(search.inputs)), "share": search.share}
+    made = {name: layer.profile(chosen[name]) for name, layer in layers.items()}
+    executed = share_executed(layers, chosen)
+    metrics = {**bounds, "executed": executed, "inputs": float(len(search.inputs)), "share": search.share}
     return Profile(search.subject.name, search.base, made, metrics, versions())
 
 
-def _check_prediction(spend: str, of_heads: dict[str, Any], divergence: float | None, groups: int | None) -> None:
+def _check_prediction(spend: str, of_heads: dict[str, Any], divergence: float | None) -> None:
     given = [name for name, value in of_heads.items() if value is not None]
     if spend == "prediction" and given:
         raise ValueError(f"{given[0]} is for the errors of heads; spend='prediction' takes divergence instead.")
-    for name, value in (("divergence", divergence), ("groups", groups)):
-        if value is not None and spend != "prediction":
-            raise ValueError(f"{name} is for spend='prediction', not {spend!r}.")
-    if divergence is not None and (isinstance(divergence, bool) or not isinstance(divergence, (int, float))):
+    if divergence is None:
+        return
+    if spend != "prediction":
+        raise ValueError(f"divergence is for spend='prediction', not {spend!r}.")
+    if isinstance(divergence, bool) or not isinstance(divergence, (int, float)):
         raise TypeError(f"divergence must be a number, not {divergence!r}.")
-    if divergence is not None and not 0 < divergence < math.inf:
+    if not 0 < divergence < math.inf:
         raise ValueError(f"divergence must lie above 0, not {divergence!r}.")
-    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-        raise ValueError(f"groups must be a number of groups of layers, 1 or more, not {groups!r}.")
 
 
 def _checked(

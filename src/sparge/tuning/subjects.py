@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -38,6 +39,10 @@ class Subject(Protocol):
 
     def divergence(self, dense: Tensor, other: Tensor) -> float:
         """How far some rows of a prediction lie from the dense model's, both [rows, last extent]."""
+
+    def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Gradients by the output of `draws` outcomes: a small change of the output diverges by half the mean of
+        (gradient . change)^2, over all outcomes that could be drawn."""
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -85,6 +90,9 @@ class FunctionSubject:
     def divergence(self, dense: Tensor, other: Tensor) -> float:
         return relative_square(dense, other)
 
+    def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+        return directions(output, draws, generator)
+
     def close(self) -> None:
         pass
 
@@ -107,22 +115,33 @@ class TransformersSubject:
     def predict(self, item: Any, attend: Attend) -> Tensor:
         """The last hidden states, [batch * tokens, width]."""
         _check_ids(item)
-        with self._using(attend):
+        with self._using(attend), frozen(self.model):
             hidden: Tensor = self.model.base_model(item, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)
 
     def divergence(self, dense: Tensor, other: Tensor) -> float:
         """Mean Kullback-Leibler divergence of the next token's distribution, in nats."""
         total = 0.0
-
-        def attend(_: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-            return differentiable_attention(query, key, value, **arguments)  # of the one token that is exchanged
-
-        with self._using(attend):
+        with self._using(exact_attention):  # of the one token that is exchanged
             for some in stretches(len(dense), dense.device):
                 both = (logits_of(self.model, hidden[some]).log_softmax(-1) for hidden in (dense, other))
                 total += float(divergence(*both).double().sum())
         return max(0.0, total / len(dense))
+
+    def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Of next tokens, drawn from what the model predicts: the gradient of their log probability."""
+        pulls = torch.empty(draws, *output.shape, dtype=output.dtype)
+        with self._using(exact_attention), torch.enable_grad():
+            for some in stretches(len(output), output.device):
+                hidden = output[some].requires_grad_()
+                logged = logits_of(self.model, hidden).log_softmax(-1)
+                chance = torch.rand(len(logged), draws, generator=generator).to(logged.device)
+                summed = logged.detach().exp().cumsum(-1)
+                drawn = torch.searchsorted(summed, chance * summed[:, -1:]).clamp(max=logged.shape[-1] - 1)
+                for n in range(draws):
+                    outcome = logged.gather(1, drawn[:, n : n + 1]).sum()
+                    pulls[n, some] = torch.autograd.grad(outcome, hidden, retain_graph=n < draws - 1)[0].cpu()
+        return (pull.to(output.device) / math.sqrt(len(output)) for pull in pulls)
 
     def close(self) -> None:
         assert self.switch is not None
@@ -184,7 +203,7 @@ class DiffusersSubject:
             raise TypeError("an input of a model of diffusers must be a dict: the arguments of its forward by name.")
         self.attend = attend
         try:
-            with torch.no_grad():
+            with frozen(self.model):
                 output: Tensor = self.model(**{**item, "return_dict": False})[0]
         finally:
             self.attend = None
@@ -192,6 +211,9 @@ class DiffusersSubject:
 
     def divergence(self, dense: Tensor, other: Tensor) -> float:
         return relative_square(dense, other)
+
+    def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+        return directions(output, draws, generator)
 
     def close(self) -> None:
         self.hooks.restore()
@@ -208,6 +230,26 @@ def relative_square(dense: Tensor, other: Tensor) -> float:
     """The squared difference, in shares of the squared output."""
     size = dense.double().square().sum().clamp(min=torch.finfo(torch.float64).tiny)
     return float((other.double() - dense.double()).square().sum() / size)
+
+
+def directions(output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Random ones, such that the mean square of a change along them is twice its relative square."""
+    length = math.sqrt(2) / max(float(output.double().norm()), torch.finfo(torch.float64).tiny)
+    for _ in range(draws):
+        yield (torch.randn(output.shape, generator=generator) * length).to(output)
+
+
+@contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Weights without gradients, which would keep every layer's inputs in memory."""
+    thawed = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        for weight in thawed:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in thawed:
+            weight.requires_grad_(True)
 
 
 def _check_ids(item: Any) -> None:
@@ -245,6 +287,11 @@ def sensitivity(loss: Loss, inputs: list[Any], on_input: Callable[[], None]) -> 
             total[layer] = total.get(layer, torch.zeros_like(energy)) + energy
         on_input()
     return total
+
+
+def exact_attention(_: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+    """An `attend` that takes nothing down."""
+    return differentiable_attention(query, key, value, **arguments)
 
 
 def differentiable_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:

@@ -110,7 +110,10 @@ def _sparse(
             return place
         config = _protecting(config, place.text_range(length))
         order = None if forward.in_order else place.order(length, query.device)
-    reason = refusal(query, key, value, config, attn_mask=mask, **arguments, layout=layout)
+    asked = query, key, value
+    if layer.attend is not None:
+        asked = query.detach(), key.detach(), value.detach()  # only sparge's own attention has no gradients
+    reason = refusal(*asked, config, attn_mask=mask, **arguments, layout=layout)
     if reason is not None:
         return Dense(reason)
     if order is not None:

@@ -1,0 +1,56 @@
+"""How an error in a head's output moves the model's: gradients of outcomes that are drawn from what it predicts.
+
+Small errors e move a prediction by a divergence of half the mean of (g . e)^2 over such gradients g (Fisher's
+information), and what single heads do nearly adds up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.config import SparseConfig
+from sparge.tuning.measure import measured_rows
+from sparge.tuning.subjects import Subject, differentiable_attention
+
+DRAWS = {"cpu": 2, "cuda": 8}  # of each input; every one is a backward pass
+Gradients = dict[tuple[str, int], Tensor]  # by layer and number of its call: [draws, batch, heads, rows, channels]
+
+
+def drawn_gradients(
+    subject: Subject, item: Any, config: SparseConfig, share: float, seed: int
+) -> tuple[Tensor, Gradients]:
+    """What a model makes of an input, and gradients by every head's output, at the rows that errors are measured on."""
+    probes: dict[tuple[str, int], Tensor] = {}
+    counted: Counter[str] = Counter()
+
+    def attend(layer: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        output = differentiable_attention(query, key, value, **arguments)
+        swapped = arguments.get("layout") == "BSHD"
+        probe = torch.zeros_like(output.transpose(1, 2) if swapped else output, requires_grad=True)  # heads first
+        probes[layer, counted[layer]] = probe
+        counted[layer] += 1
+        return output + (probe.transpose(1, 2) if swapped else probe)
+
+    with torch.enable_grad():
+        output = subject.predict(item, attend)
+    if not probes:
+        raise ValueError("the model computed no attention by `attend`: there is nothing to tune.")
+    if not output.requires_grad:
+        raise ValueError(
+            "the model's output does not follow from what `attend` returns, differentiably: take spend='model'."
+        )
+    rows = {call: measured_rows(probe.shape[2], config.block[0], share, seed) for call, probe in probes.items()}
+    found: dict[tuple[str, int], list[Tensor]] = {call: [] for call in probes}
+    generator = torch.Generator().manual_seed(seed)
+    draws = DRAWS.get(output.device.type, DRAWS["cpu"])
+    for n, pull in enumerate(subject.outcomes(output.detach(), draws, generator)):
+        pulled = torch.autograd.grad(
+            output, list(probes.values()), pull, retain_graph=n < draws - 1, allow_unused=True, materialize_grads=True
+        )
+        for call, gradient in zip(probes, pulled, strict=True):
+            found[call].append(gradient.index_select(2, rows[call].to(gradient.device)))
+    return output.detach(), {call: torch.stack(parts) for call, parts in found.items()}
