@@ -56,7 +56,7 @@ def skip_refused(stages, inputs, config) -> None:
 # ---- the sample
 
 
-@pytest.mark.parametrize(("length", "count"), [(129, 64), (1000, 64), (16_640, 65), (40_000, 156), (1_000_000, 1024)])
+@pytest.mark.parametrize(("length", "count"), [(129, 64), (1000, 64), (33_280, 65), (80_000, 156), (1_000_000, 1024)])
 def test_one_row_of_each_part_is_sampled(length, count):
     rows = judging.sampled_rows(length, torch.device("cpu"))
     assert len(rows) == count
@@ -74,7 +74,7 @@ def test_every_row_of_few_is_sampled(length):
 
 
 def test_the_sample_follows_no_block():
-    inside = judging.sampled_rows(40_000, torch.device("cpu")) % 128
+    inside = judging.sampled_rows(80_000, torch.device("cpu")) % 128
     assert torch.histc(inside.float(), 8, 0, 128).min() > 156 / 8 / 2
 
 

@@ -108,8 +108,9 @@ def test_values_about_zero_lose_nothing():
     assert (off.mean(2).abs() <= 5 * off.std(2) / 30_000**0.5).all()
 
 
-def test_values_far_from_zero_lose_their_mean():
-    value = randn(0, 2, 3, 5000, 16) + 2.0
+@pytest.mark.parametrize("shift", [0.2, 2.0])  # a twentieth of the largest value, and a third
+def test_values_beside_zero_lose_their_mean(shift):
+    value = randn(0, 2, 3, 5000, 16) + shift
     _, _, mean = quantize_values(value)
     exact, first = sampled_mean(value, None), value[:, :, 0]
     assert ((mean - exact).abs() <= (exact - first).abs() / 16 + 2**-9).all()

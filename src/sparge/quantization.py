@@ -19,7 +19,8 @@ SAMPLE_TILE = 64  # tokens sampled together
 SAMPLED_TILES = 32  # fewest, where there are that many
 SAMPLE_ROOM = 2.0**-4  # values of the sample come to at most 32, of 448
 SMALLEST_SCALE = 2.0**-126
-LITTLE_VALUE = 0.125  # of the sample's largest: a first token below it draws weight; a mean above it shows in sums
+LITTLE_VALUE = 0.125  # of the sample's largest: a first token below it draws weight
+LITTLE_MEAN = 0.03125  # of the sample's largest: a mean above it shows in sums, and is not that of chance
 P_SCALE = 256.0  # probabilities are at most 1: 2^8 uses e4m3's range without overflow
 
 
@@ -122,8 +123,9 @@ def value_scale_and_mean(value: Tensor, valid: Tensor | None) -> tuple[Tensor, T
     largest, first, mean = few.abs().amax(2), few[:, :, 0], sampled_mean(value, valid)
     scale = (_power_below(largest) * SAMPLE_ROOM).clamp(min=SMALLEST_SCALE)
     apart = (mean / scale - first / scale).to(torch.float8_e4m3fn).float()
-    most = LITTLE_VALUE * largest.sum(-1, keepdim=True)
-    smooth = (first.abs().sum(-1, keepdim=True) <= most) | (mean.abs().sum(-1, keepdim=True) >= most)
+    most = largest.sum(-1, keepdim=True)
+    draws_weight = first.abs().sum(-1, keepdim=True) <= LITTLE_VALUE * most
+    smooth = draws_weight | (mean.abs().sum(-1, keepdim=True) >= LITTLE_MEAN * most)
     return scale, torch.where(smooth, first + apart * scale, 0.0)
 
 

@@ -28,6 +28,7 @@ PARTS = tl.constexpr(SAMPLE_PARTS)  # of one head's sample, a program each; the 
 SAMPLE_ROOM = tl.constexpr(fmt.SAMPLE_ROOM)
 SMALLEST_SCALE = tl.constexpr(fmt.SMALLEST_SCALE)
 LITTLE_VALUE = tl.constexpr(fmt.LITTLE_VALUE)
+LITTLE_MEAN = tl.constexpr(fmt.LITTLE_MEAN)
 SEQUENCE_TILE = tl.constexpr(128)  # packed key sequences start at multiples of this
 MATRIX = tl.constexpr(128)  # the largest rotation done as one product
 
@@ -246,8 +247,9 @@ def finish_sample(
         first = finite_or_zero(tl.load(V + dv * v_dim, mask=real, other=0.0).to(tl.float32))
         mean = tl.sum(v_sum, 0) / count
         apart = (mean / scale - first / scale).to(tl.float8e4nv).to(tl.float32)
-        most = LITTLE_VALUE * tl.sum(largest, 0)
-        smooth = (tl.sum(tl.abs(first), 0) <= most) | (tl.sum(tl.abs(mean), 0) >= most)
+        most = tl.sum(largest, 0)
+        draws_weight = tl.sum(tl.abs(first), 0) <= LITTLE_VALUE * most
+        smooth = draws_weight | (tl.sum(tl.abs(mean), 0) >= LITTLE_MEAN * most)
         tl.store(V_MEAN + dv, tl.where(smooth, first + apart * scale, 0.0), mask=dv < DV)
     if ROTATE:
         tl.debug_barrier()  # the mean is out
