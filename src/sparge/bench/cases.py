@@ -73,6 +73,8 @@ BARS = (
 FULL = _distinct(
     (
         *BARS,
+        # captured tensors
+        *(Case(8 * K, 64, True, mask="real", quantization=q) for q in ("int8-fp8", "int8", "none")),
         # sparsity
         *(Case(32 * K, 128, causal, sparsity) for causal in (False, True) for sparsity in SPARSITIES),
         *(Case(32 * K, 64, sparsity=sparsity) for sparsity in SPARSITIES),
@@ -89,8 +91,6 @@ FULL = _distinct(
         # number formats
         *(Case(32 * K, sparsity=s, quantization=q) for q in ("int8", "none") for s in (0.0, 0.6, 0.9)),
         *(Case(8 * K, quantization=quantization) for quantization in ("int8", "none")),
-        # captured tensors
-        *(Case(8 * K, 64, True, mask="real", quantization=q) for q in ("int8-fp8", "int8", "none")),
     )
 )
 
