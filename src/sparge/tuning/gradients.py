@@ -16,8 +16,12 @@ from sparge.config import SparseConfig
 from sparge.tuning.measure import measured_rows
 from sparge.tuning.subjects import Subject, differentiable_attention
 
-DRAWS = {"cpu": 2, "cuda": 8}  # of each input; every one is a backward pass
+DRAWS = {"cpu": 1, "cuda": 8}  # of each input; every one is a backward pass
 Gradients = dict[tuple[str, int], Tensor]  # by layer and number of its call: [draws, batch, heads, rows, channels]
+
+
+def draws_on(device: torch.device) -> int:
+    return DRAWS.get(device.type, DRAWS["cpu"])
 
 
 def drawn_gradients(
@@ -46,7 +50,7 @@ def drawn_gradients(
     rows = {call: measured_rows(probe.shape[2], config.block[0], share, seed) for call, probe in probes.items()}
     found: dict[tuple[str, int], list[Tensor]] = {call: [] for call in probes}
     generator = torch.Generator().manual_seed(seed)
-    draws = DRAWS.get(output.device.type, DRAWS["cpu"])
+    draws = draws_on(output.device)
     for n, pull in enumerate(subject.outcomes(output.detach(), draws, generator)):
         pulled = torch.autograd.grad(
             output, list(probes.values()), pull, retain_graph=n < draws - 1, allow_unused=True, materialize_grads=True

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparge.inputs import prepare_inputs, restore
 from sparge.profile import Profile
 from sparge.tuning.choose import within_budget
-from sparge.tuning.gradients import Gradients, drawn_gradients
+from sparge.tuning.gradients import Gradients, drawn_gradients, draws_on
 from sparge.tuning.job import Search, versions
 from sparge.tuning.journal import JournalError
 from sparge.tuning.ladder import Settings, grid, with_settings
@@ -30,6 +30,7 @@ from sparge.tuning.survey import Layer, share_executed, survey
 
 AS_GIVEN, EVERYTHING_KEPT = 0, 1  # in the grid
 HELD_BACK = 0.9  # what gradients may promise of the budget: settings do better on the inputs they were chosen by
+DISTRUST = 3.0  # draws of an input that count as much as how large gradients and errors are
 CORRECTIONS = 3
 RUNS = 4  # of an input as a whole, without corrections: gradients, as given, everything kept, what was chosen
 
@@ -48,9 +49,13 @@ def search_by_prediction(search: Search, budget: float | None) -> Profile:
     layers = survey(search, "heads", lambda _, heads: grid(search.base, heads), dense.gradients)
     try_ = _tryer(search, dense, layers)
     as_given, everything = (_all_heads(layers, index) for index in (AS_GIVEN, EVERYTHING_KEPT))
-    given, rounding = try_("as given", as_given), try_("everything kept", everything)
+    damage = _promised(layers, draws_on(dense.output(0).device))
+    given, rounding = try_("as given", as_given), 0.0
+    exact = dense.output(0).dtype == torch.float32 and damage[EVERYTHING_KEPT].sum() <= 1e-6 * damage[AS_GIVEN].sum()
+    if not exact:
+        rounding = try_("everything kept", everything)
     allowed = given if budget is None else budget
-    found = [(as_given, given), *_tried_as_a_whole(layers, given, rounding, allowed, try_)]
+    found = [(as_given, given), *_tried_as_a_whole(layers, damage, given, rounding, allowed, try_)]
     good = [(choice, divergence) for choice, divergence in found if divergence <= allowed]
     choice, divergence = min(good or [(everything, rounding)], key=lambda one: share_executed(layers, one[0]))
     metrics = {
@@ -66,12 +71,11 @@ def _all_heads(layers: Mapping[str, Layer], index: int) -> Choice:
 
 
 def _tried_as_a_whole(
-    layers: Mapping[str, Layer], given: float, rounding: float, allowed: float, try_: Try
+    layers: Mapping[str, Layer], damage: Tensor, given: float, rounding: float, allowed: float, try_: Try
 ) -> Iterator[tuple[Choice, float]]:
     """What gradients promise to be within the budget, run with all layers sparse; corrected by what that did."""
     sizes = [len(layer.measured.visible) for layer in layers.values()]
     work = torch.cat([layer.measured.executed for layer in layers.values()], 1)
-    damage = _promised(layers)
     promised, measured = float(damage[AS_GIVEN].sum()), given - rounding
     budget = HELD_BACK * (allowed - rounding) * (promised / measured if min(promised, measured) > 0 else 1.0)
     before = None
@@ -87,19 +91,20 @@ def _tried_as_a_whole(
         yield choice, divergence
         if divergence <= allowed:
             return
-        budget *= (allowed - rounding) / (divergence - rounding)
+        budget *= HELD_BACK * (allowed - rounding) / (divergence - rounding)
 
 
-def _promised(layers: Mapping[str, Layer]) -> Tensor:
+def _promised(layers: Mapping[str, Layer], draws: int) -> Tensor:
     """The divergence that each candidate of each head adds, [candidates, heads of all layers].
 
-    Half from the errors along the gradients, which chance has much of, half from how large both are, brought to the
-    same total: each alone chooses worse.
+    Partly from the errors along the gradients, which chance has the less of the more are drawn, partly from how large
+    both are, brought to the same total: each alone chooses worse.
     """
     moved = torch.cat([layer.measured.moved for layer in layers.values()], 1)
     expected = torch.cat([layer.measured.expected for layer in layers.values()], 1)
     ratio = moved.sum() / expected.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    damage: Tensor = (moved + ratio * expected) / 2
+    trust = draws / (draws + DISTRUST)
+    damage: Tensor = trust * moved + (1 - trust) * ratio * expected
     return damage
 
 

@@ -37,7 +37,7 @@ def tune(
     config: SparseConfig | None = None,
     loss: Loss | None = None,
     name: str | None = None,
-    share: float = 0.25,
+    share: float | None = None,
     seed: int = 0,
     journal: str | Path | None = None,
     on_step: OnStep | None = None,
@@ -62,19 +62,22 @@ def tune(
     divergence  of "prediction": what all heads together may do to the output (no more than `config` itself does)
     config   what is tuned: its rules' settings are the starting point, everything else stays as it is
     loss     loss(item, attend) -> scalar, for a function
-    share    of query blocks, or for "prediction" of the output's rows (tokens), on which errors are measured, drawn
-             with seed; blocks are counted on all
+    share    of query blocks on which errors are measured, drawn with seed; blocks are counted on all. For "prediction",
+             also of the output's rows (tokens) that are compared. None: a quarter; for "prediction" all, because what
+             harms a prediction is rare
     journal  file that keeps what was measured: the same search goes on from it
     on_step  called as on_step(stage, layer) whenever a layer has been measured
 
     One layer's Q, K and V of one input are in memory at a time, but where gradients are computed, which need every
     layer's activations. The model runs on each input two or three times ("prediction": five, up to three more if what
-    was chosen moves it too far, and 8 times backwards, on a CPU twice); only settings that were measured are returned.
+    was chosen moves it too far, and 8 times backwards, on a CPU once); only settings that were measured are returned.
     """
     of_heads = {"l1": l1, "l2": l2, "loss": loss}
     if spend is None:
         own_output = isinstance(model, torch.nn.Module) and all(value is None for value in of_heads.values())
         spend = "prediction" if own_output else "model"
+    if share is None:
+        share = 1.0 if spend == "prediction" else 0.25
     base = _checked(l1, l2, spend, config, share, inputs)
     _check_prediction(spend, of_heads, divergence)
     subject = subject_of(model, name, loss)
