@@ -17,10 +17,11 @@ from sparge import Profile, SparseConfig, attention, predict_mask, tune
 from sparge.profile import ProfileError
 from sparge.tuning import survey as survey_module
 from sparge.tuning.choose import within_bound, within_budget
+from sparge.tuning.gradients import sensitivity
 from sparge.tuning.journal import Journal, JournalError, digest
 from sparge.tuning.ladder import COARSE, EVERYTHING, settings_at
 from sparge.tuning.measure import exact_output, measure, sample_blocks
-from sparge.tuning.subjects import differentiable_attention, sensitivity
+from sparge.tuning.subjects import differentiable_attention
 from sparge.visibility import Visibility
 
 LENGTH, HEADS = 640, 3

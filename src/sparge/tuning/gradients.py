@@ -7,6 +7,7 @@ information), and what single heads do nearly adds up.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sparge.config import SparseConfig
 from sparge.tuning.measure import measured_rows
-from sparge.tuning.subjects import Subject, differentiable_attention
+from sparge.tuning.subjects import Attend, Loss, Subject, differentiable_attention
 
 DRAWS = {"cpu": 1, "cuda": 8}  # of each input; every one is a backward pass
 Gradients = dict[tuple[str, int], Tensor]  # by layer and number of its call: [draws, batch, heads, rows, channels]
@@ -29,18 +30,8 @@ def drawn_gradients(
 ) -> tuple[Tensor, Gradients]:
     """What a model makes of an input, and gradients by every head's output, at the rows that errors are measured on."""
     probes: dict[tuple[str, int], Tensor] = {}
-    counted: Counter[str] = Counter()
-
-    def attend(layer: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-        output = differentiable_attention(query, key, value, **arguments)
-        swapped = arguments.get("layout") == "BSHD"
-        probe = torch.zeros_like(output.transpose(1, 2) if swapped else output, requires_grad=True)  # heads first
-        probes[layer, counted[layer]] = probe
-        counted[layer] += 1
-        return output + (probe.transpose(1, 2) if swapped else probe)
-
     with torch.enable_grad():
-        output = subject.predict(item, attend)
+        output = subject.predict(item, probing(probes))
     if not probes:
         raise ValueError("the model computed no attention by `attend`: there is nothing to tune.")
     if not output.requires_grad:
@@ -58,3 +49,37 @@ def drawn_gradients(
         for call, gradient in zip(probes, pulled, strict=True):
             found[call].append(gradient.index_select(2, rows[call].to(gradient.device)))
     return output.detach(), {call: torch.stack(parts) for call, parts in found.items()}
+
+
+def sensitivity(loss: Loss, inputs: list[Any], on_input: Callable[[], None]) -> dict[str, Tensor]:
+    """Mean squared gradient of the loss by each head's output, per layer, float64 [heads].
+
+    An error in a head's output moves the loss by gradient times error. Errors have no favoured direction, so the
+    expected squared change is their mean square times this.
+    """
+    total: dict[str, Tensor] = {}
+    for item in inputs:
+        probes: dict[tuple[str, int], Tensor] = {}
+        with torch.enable_grad():
+            value = loss(item, probing(probes))
+            gradients = torch.autograd.grad(value, list(probes.values()))
+        for (layer, _), gradient in zip(probes, gradients, strict=True):
+            energy = gradient.double().square().mean((0, 2, 3)).cpu()
+            total[layer] = total.get(layer, torch.zeros_like(energy)) + energy
+        on_input()
+    return total
+
+
+def probing(probes: dict[tuple[str, int], Tensor]) -> Attend:
+    """An `attend` that adds a tensor of zeros, heads first, to every output: a gradient by it is one by the output."""
+    counted: Counter[str] = Counter()
+
+    def attend(layer: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        output = differentiable_attention(query, key, value, **arguments)
+        swapped = arguments.get("layout") == "BSHD"
+        probe = torch.zeros_like(output.transpose(1, 2) if swapped else output, requires_grad=True)
+        probes[layer, counted[layer]] = probe
+        counted[layer] += 1
+        return output + (probe.transpose(1, 2) if swapped else probe)
+
+    return attend

@@ -14,12 +14,13 @@ from torch import Tensor
 from sparge.config import SparseConfig
 from sparge.profile import Profile
 from sparge.tuning.choose import within_bound, within_budget
+from sparge.tuning.gradients import sensitivity
 from sparge.tuning.job import OnStep, Search, versions
 from sparge.tuning.journal import Journal, digest
 from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, Settings, settings_at
 from sparge.tuning.measure import Measurement
 from sparge.tuning.prediction import search_by_prediction
-from sparge.tuning.subjects import Loss, sensitivity, subject_of
+from sparge.tuning.subjects import Loss, subject_of
 from sparge.tuning.survey import Layer, share_executed, survey
 
 SPENDS = ("model", "head", "prediction")

@@ -257,36 +257,7 @@ def _check_ids(item: Any) -> None:
         raise TypeError("an input of a language model must be a tensor of token ids [batch, tokens].")
 
 
-# ---- how much the loss depends on each head
-
-
-def sensitivity(loss: Loss, inputs: list[Any], on_input: Callable[[], None]) -> dict[str, Tensor]:
-    """Mean squared gradient of the loss by each head's output, per layer, float64 [heads].
-
-    An error in a head's output moves the loss by gradient times error. Errors have no favoured direction, so the
-    expected squared change is their mean square times this.
-    """
-    total: dict[str, Tensor] = {}
-    for item in inputs:
-        probes: list[tuple[str, Tensor]] = []
-
-        def attend(
-            layer: str, query: Tensor, key: Tensor, value: Tensor, probes: Any = probes, **arguments: Any
-        ) -> Tensor:
-            output = differentiable_attention(query, key, value, **arguments)
-            swapped = arguments.get("layout") == "BSHD"
-            probe = torch.zeros_like(output.transpose(1, 2) if swapped else output, requires_grad=True)  # heads first
-            probes.append((layer, probe))
-            return output + (probe.transpose(1, 2) if swapped else probe)
-
-        with torch.enable_grad():
-            value = loss(item, attend)
-            gradients = torch.autograd.grad(value, [probe for _, probe in probes])
-        for (layer, _), gradient in zip(probes, gradients, strict=True):
-            energy = gradient.double().square().mean((0, 2, 3)).cpu()
-            total[layer] = total.get(layer, torch.zeros_like(energy)) + energy
-        on_input()
-    return total
+# ---- attention with gradients
 
 
 def exact_attention(_: str, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
