@@ -109,6 +109,21 @@ def test_gradients_say_what_an_error_does() -> None:
     assert float(said) == pytest.approx(float((3 * error).square().sum() / output.square().sum()), rel=0.3)
 
 
+def test_small_gradients_survive_half_precision() -> None:
+    """The output is large, so directions are small; in float16 their gradients would round to 0."""
+
+    def scaled(item: int, attend: Any) -> Tensor:
+        q, k, v = (x.half() for x in layer_inputs(0, 0))
+        return 1e-4 * attend("a", q, k, v, is_causal=True) + 1e3
+
+    _, found = drawn_gradients(subject_of(scaled, None, None), 0, GIVEN, 1.0, seed=5)
+    assert (found["a", 0] != 0).float().mean() > 0.9
+
+
+def test_a_divergence_asks_for_the_search_by_prediction() -> None:
+    assert tune(chain, [0], config=GIVEN, divergence=1e-2).metrics["allowed"] == 1e-2
+
+
 def test_gradients_are_of_the_rows_that_are_measured() -> None:
     subject = subject_of(chain, None, None)
     (_, whole), (_, some) = (drawn_gradients(subject, 0, GIVEN, share, seed=2) for share in (1.0, 0.7))

@@ -17,7 +17,7 @@ from sparge.config import SparseConfig
 from sparge.profile import Profile
 from sparge.progress import INTERRUPTED, progress_on
 from sparge.tuning.prediction import steps_of
-from sparge.tuning.search import tune
+from sparge.tuning.search import default_spend, tune
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def run_tune(request: Request, as_json: bool) -> int:
                 raise ValueError(f"{name} reads at most {longest} tokens, not {request.tokens}; see --tokens.")
             windows = cut_windows([_ids(tokenizer, text) for text in texts], request.tokens, request.inputs)
             inputs = [window.to(request.device) for window in windows]
-            of_heads = request.l1 is not None or request.l2 is not None
-            by_output = request.spend == "prediction" or (request.spend is None and not of_heads)
+            spend = request.spend or default_spend(True, (request.l1, request.l2))
+            by_output = spend == "prediction"
             layers, passes = model.config.num_hidden_layers, 2 if request.l2 is None else 3
             steps = steps_of(layers) if by_output else passes * layers
             progress.update(task, total=steps * len(inputs), description="starting")
@@ -68,7 +68,7 @@ def run_tune(request: Request, as_json: bool) -> int:
                 progress.update(task, description=stage, advance=1 if by_output or layer else 0)
 
             profile = tune(
-                model, inputs, l1=request.l1, l2=request.l2, spend=request.spend, divergence=request.divergence,
+                model, inputs, l1=request.l1, l2=request.l2, spend=spend, divergence=request.divergence,
                 config=request.config, name=name, journal=request.journal, on_step=on_step,
             )  # fmt: skip
     except KeyboardInterrupt:

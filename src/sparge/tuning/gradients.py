@@ -43,11 +43,17 @@ def drawn_gradients(
     generator = torch.Generator().manual_seed(seed)
     draws = draws_on(output.device)
     for n, pull in enumerate(subject.outcomes(output.detach(), draws, generator)):
+        size = (
+            pull.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
+        )  # float16 loses small ones
         pulled = torch.autograd.grad(
-            output, list(probes.values()), pull, retain_graph=n < draws - 1, allow_unused=True, materialize_grads=True
-        )
+            output, list(probes.values()), (pull / size).to(pull.dtype), retain_graph=n < draws - 1, allow_unused=True,
+            materialize_grads=True,
+        )  # fmt: skip
         for call, gradient in zip(probes, pulled, strict=True):
-            found[call].append(gradient.index_select(2, rows[call].to(gradient.device)))
+            kept = torch.bfloat16 if gradient.dtype == torch.float16 else gradient.dtype
+            some = gradient.index_select(2, rows[call].to(gradient.device))
+            found[call].append((some.float() * size).to(kept))
     return output.detach(), {call: torch.stack(parts) for call, parts in found.items()}
 
 

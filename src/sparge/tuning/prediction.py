@@ -31,6 +31,7 @@ from sparge.tuning.survey import Layer, share_executed, survey
 AS_GIVEN, EVERYTHING_KEPT = 0, 1  # in the grid
 HELD_BACK = 0.9  # what gradients may promise of the budget: settings do better on the inputs they were chosen by
 DISTRUST = 3.0  # draws of an input that count as much as how large gradients and errors are
+NOTHING = 1e-6  # of what the config loses: rounding that need not be measured
 CORRECTIONS = 3
 RUNS = 4  # of an input as a whole, without corrections: gradients, as given, everything kept, what was chosen
 
@@ -51,7 +52,7 @@ def search_by_prediction(search: Search, budget: float | None) -> Profile:
     as_given, everything = (_all_heads(layers, index) for index in (AS_GIVEN, EVERYTHING_KEPT))
     damage = _promised(layers, draws_on(dense.output(0).device))
     given, rounding = try_("as given", as_given), 0.0
-    exact = dense.output(0).dtype == torch.float32 and damage[EVERYTHING_KEPT].sum() <= 1e-6 * damage[AS_GIVEN].sum()
+    exact = dense.output(0).dtype == torch.float32 and damage[EVERYTHING_KEPT].sum() <= NOTHING * damage[AS_GIVEN].sum()
     if not exact:
         rounding = try_("everything kept", everything)
     allowed = given if budget is None else budget

@@ -59,7 +59,7 @@ def tune(
              "head": every head may err by l1, as in the paper. "model": the squared error that these settings add up
              to is one budget for the model, spent where it saves most blocks. Heads are weighted by the gradient of
              the loss where one is known (models of transformers, or `loss`), else by the size of the layer's output
-             None: "prediction" for models, unless l1, l2 or loss is given; else "model"
+             None: "prediction" for models or a divergence, unless l1, l2 or loss is given; else "model"
     divergence  of "prediction": what all heads together may do to the output (no more than `config` itself does)
     config   what is tuned: its rules' settings are the starting point, everything else stays as it is
     loss     loss(item, attend) -> scalar, for a function
@@ -75,8 +75,7 @@ def tune(
     """
     of_heads = {"l1": l1, "l2": l2, "loss": loss}
     if spend is None:
-        own_output = isinstance(model, torch.nn.Module) and all(value is None for value in of_heads.values())
-        spend = "prediction" if own_output else "model"
+        spend = default_spend(isinstance(model, torch.nn.Module) or divergence is not None, of_heads.values())
     if share is None:
         share = 1.0 if spend == "prediction" else 0.25
     base = _checked(l1, l2, spend, config, share, inputs)
@@ -94,6 +93,11 @@ def tune(
         return _search(search, L1 if l1 is None else l1, l2, spend == "model")
     finally:
         subject.close()
+
+
+def default_spend(has_output: bool, of_heads: Iterable[Any]) -> str:
+    """What judges heads where nobody said: the model's output, unless their own errors are bounded or weighed."""
+    return "prediction" if has_output and all(value is None for value in of_heads) else "model"
 
 
 def _search(search: Search, l1: float, l2: float | None, by_model: bool) -> Profile:
