@@ -43,9 +43,7 @@ def drawn_gradients(
     generator = torch.Generator().manual_seed(seed)
     draws = draws_on(output.device)
     for n, pull in enumerate(subject.outcomes(output.detach(), draws, generator)):
-        size = (
-            pull.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
-        )  # float16 loses small ones
+        size = pull.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)  # float16 loses small ones
         pulled = torch.autograd.grad(
             output, list(probes.values()), (pull / size).to(pull.dtype), retain_graph=n < draws - 1, allow_unused=True,
             materialize_grads=True,
