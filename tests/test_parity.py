@@ -45,7 +45,9 @@ DIMS = (16, 17, 31, 33, 48, 64, 80, 96, 127, 128, 191, 256)
 MAX_ERROR, RMS_ERROR, LSE_ERROR = 4e-5, 2e-6, 3e-5  # beside the rounding of the output's dtype
 # Relative L1, and the worst error beside the largest value. int8: roundings that fall the other way. e4m3: besides, P
 # is rounded after it was divided by the running maximum, which depends on how many keys one step takes.
-QUANTIZED_ERROR = {"int8": (0.004, 0.04), "int8-fp8": (0.015, 0.08)}
+# Typical and worst. In e4m3 a probability is rounded as the largest score so far has it, which depends on how many keys
+# are looked at together: two right orders differ by up to .017, and both by .037 from exact attention.
+QUANTIZED_ERROR = {"int8": (0.004, 0.04), "int8-fp8": (0.02, 0.08)}
 TIE = 1e-4  # second-stage decisions this close to the threshold may fall either way
 TIES_ALLOWED = 3
 MASK_TIES_ALLOWED = 2  # blocks, in every hundred cases
@@ -307,8 +309,11 @@ def quantized_equals_oracle(
     if case.config.pv_threshold is None:
         exact_config = replace(case.config, quantization="none")
         exact = reference.attend(reference.summarize(case.inputs, exact_config), case.mask, exact_config).values[same]
-        if exact.any():  # not further from exact attention than the oracle is
-            assert relative_l1(values, exact) <= 1.1 * relative_l1(wanted, exact) + 0.002
+        if (
+            exact.any()
+        ):  # not further from exact attention than the oracle is, but for chance, which few rows have more of
+            chance = 1.1 + 0.3 / values[..., 0].numel() ** 0.5
+            assert relative_l1(values, exact) <= chance * relative_l1(wanted, exact) + 0.002
     if not needs_lse:
         assert got.lse is None
         return

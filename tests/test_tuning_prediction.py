@@ -13,11 +13,14 @@ from problems import EXACT, refused, tensors
 from torch import Tensor
 
 from sparge import Profile, SparseConfig, attention, predict_mask, tune
+from sparge.inputs import prepare_inputs
+from sparge.tuning.choose import within_budget
 from sparge.tuning.gradients import drawn_gradients
 from sparge.tuning.journal import JournalError
-from sparge.tuning.ladder import GAP_STEPS, SHARE_STEPS, grid
+from sparge.tuning.ladder import GAP_STEPS, PV_OFF, SHARE_STEPS, grid
+from sparge.tuning.measure import Gradient, exact_output, measure, measured_rows
 from sparge.tuning.prediction import CORRECTIONS, steps_of
-from sparge.tuning.subjects import subject_of
+from sparge.tuning.subjects import exact_attention, subject_of
 
 GIVEN = SparseConfig(rule=("threshold", "gap"), threshold=0.02, gap=3.0)
 LAYERS = [f"layers.{layer}" for layer in range(4)]
@@ -102,8 +105,9 @@ def test_gradients_say_what_an_error_does() -> None:
     """Half the mean of (g . e)^2 is the relative square of what the error adds to the output."""
     subject = subject_of(lambda item, attend: 3 * attend("a", *layer_inputs(0, 0), is_causal=True), None, None)
     output, found = drawn_gradients(subject, 0, GIVEN, 1.0, seed=5)
-    draws = torch.cat([drawn_gradients(subject, 0, GIVEN, 1.0, seed=seed)[1]["a", 0] for seed in range(100)])
-    assert found["a", 0].shape[1:] == output.shape == (1, 3, 640, 16)
+    draws = torch.cat([drawn_gradients(subject, 0, GIVEN, 1.0, seed=seed)[1]["a", 0].drawn for seed in range(100)])
+    assert found["a", 0].drawn.shape[1:] == output.shape == (1, 3, 640, 16)
+    assert found["a", 0].loss is None
     error = torch.randn(output.shape, generator=torch.Generator().manual_seed(1000))
     said = (draws * error).sum((1, 2, 3, 4)).square().mean() / 2
     assert float(said) == pytest.approx(float((3 * error).square().sum() / output.square().sum()), rel=0.3)
@@ -117,7 +121,7 @@ def test_small_gradients_survive_half_precision() -> None:
         return 1e-4 * attend("a", q, k, v, is_causal=True) + 1e3
 
     _, found = drawn_gradients(subject_of(scaled, None, None), 0, GIVEN, 1.0, seed=5)
-    assert (found["a", 0] != 0).float().mean() > 0.9
+    assert (found["a", 0].drawn != 0).float().mean() > 0.9
 
 
 def test_a_divergence_asks_for_the_search_by_prediction() -> None:
@@ -127,8 +131,9 @@ def test_a_divergence_asks_for_the_search_by_prediction() -> None:
 def test_gradients_are_of_the_rows_that_are_measured() -> None:
     subject = subject_of(chain, None, None)
     (_, whole), (_, some) = (drawn_gradients(subject, 0, GIVEN, share, seed=2) for share in (1.0, 0.7))
-    assert some["layers.1", 0].shape[3] == 384  # three of five blocks
-    kept = [(whole["layers.1", 0][..., row, :] == some["layers.1", 0][..., 0, :]).all() for row in range(640)]
+    all_rows, few_rows = whole["layers.1", 0].drawn, some["layers.1", 0].drawn
+    assert few_rows.shape[3] == 384  # three of five blocks
+    kept = [(all_rows[..., row, :] == few_rows[..., 0, :]).all() for row in range(640)]
     assert sum(map(int, kept)) == 1
 
 
@@ -206,3 +211,63 @@ def test_a_profile_is_saved_and_read(tmp_path: Path) -> None:
     profile = tune(chain, [0], spend="prediction", config=GIVEN)
     profile.save(tmp_path / "chain.safetensors")
     assert Profile.load(tmp_path / "chain.safetensors").metrics == profile.metrics
+
+
+# ---- models whose inputs say what is to be predicted
+
+
+def test_the_gradient_of_the_loss_says_what_an_error_adds_to_it() -> None:
+    """Of two texts of different tokens; the last tokens of both predict nothing."""
+    small_models = pytest.importorskip("small_models")
+    torch.manual_seed(0)
+    model, item = small_models.llama().eval(), torch.randint(3, 64, (2, 200))
+    layer, subject = "model.layers.0.self_attn", subject_of(model, None, None)
+    error: Tensor | None = None
+
+    def attend(name: str, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        output = exact_attention(name, query, key, value, **more)
+        return output if error is None or name != layer else output + error
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            logits = model.lm_head(subject.predict(item, attend)).unflatten(0, (2, 200))
+        return torch.nn.functional.cross_entropy(logits[:, :-1].double().flatten(0, 1), item[:, 1:].flatten())
+
+    output, found = drawn_gradients(subject, item, GIVEN, 1.0, seed=0)
+    gradient, before = found[layer, 0], loss()
+    assert len(gradient.drawn) == 0  # on a CPU
+    assert gradient.loss is not None
+    assert gradient.loss.shape == (2, 4, 200, 16)
+    error = 1e-3 * torch.randn(gradient.loss.shape, generator=torch.Generator().manual_seed(1))
+    error = error + 0.1 * gradient.loss / gradient.loss.abs().amax() * error.abs().amax()
+    assert float(loss() - before) == pytest.approx(float((gradient.loss * error).sum()), rel=0.05)
+    assert gradient.energy == pytest.approx(gradient.loss.double().square().mean((2, 3)) * len(output))
+    subject.close()
+
+
+def test_heads_whose_errors_help_are_preferred() -> None:
+    """Both save as much for as much damage; the budget lets one of them."""
+    work, damage = torch.tensor([[2.0, 2], [1, 1]]), torch.tensor([[0.0, 0], [1, 1]])
+    for helped in (0, 1):
+        aside = torch.zeros(2, 2)
+        aside[1, helped] = -0.1
+        assert within_budget(work, damage, 1.0, aside).tolist() == [1 - helped, helped]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_candidates_measured_at_once_are_as_measured_one_by_one(share: float) -> None:
+    """A second stage that skips nothing has candidates run one by one."""
+    q, k, v = tensors(4, batch=2, heads=4, kv_heads=2, q_len=700, contrast=6.0)
+    inputs = prepare_inputs(q, k, v, is_causal=True, enable_gqa=True)
+    rows = len(measured_rows(700, 128, share, 9))
+    generator = torch.Generator().manual_seed(5)
+    drawn, loss = torch.randn(3, 2, 4, rows, 16, generator=generator), torch.randn(2, 4, rows, 16, generator=generator)
+    candidates = [replace(GIVEN, gap=gap, quantization="none") for gap in (1.0, 2.0, 3.0)]
+    alone = [replace(one, pv_threshold=PV_OFF) for one in candidates]
+    exact, gradient = exact_output(inputs), Gradient(drawn, loss, 1400)
+    at_once, one_by_one = (measure(inputs, exact, which, share, 9, gradient) for which in (candidates, alone))
+    for got, want in zip(at_once.parts(), one_by_one.parts(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    assert bool((at_once.absolute_error > 0).all())
+    assert bool((at_once.moved > 0).all())
+    assert bool((at_once.loss != 0).all())

@@ -16,30 +16,33 @@ def within_bound(work: Tensor, error: Tensor, bound: float) -> Tensor:
     return torch.where(torch.isfinite(allowed.amin(0)), least, error.argmin(0))
 
 
-def within_budget(work: Tensor, damage: Tensor, budget: float) -> Tensor:
+def within_budget(work: Tensor, damage: Tensor, budget: float, aside: Tensor | float = 0.0) -> Tensor:
     """The least total work whose total damage stays within one budget, int64 [heads].
 
-    Each head takes the candidate with the least work + price * damage. One price for all heads means that the last
-    block saved costs the same damage everywhere; it is bisected until the budget is spent. What is then left of it,
+    Each head takes the candidate with the least work + price * (damage + aside). One price for all heads means that the
+    last block saved costs the same everywhere; it is bisected until the budget is spent. What is then left of it,
     because candidates are few, goes to the single exchanges that save most work for it.
+
+    aside  what a candidate does besides, in the same measure; it may be negative, and no budget limits it
     """
     if budget <= 0:
         return damage.argmin(0)
-    damage, budget = damage / budget, 1.0
+    damage, aside, budget = damage / budget, aside / budget, 1.0
+    harm = damage + aside
     low, high = 0.0, 1.0
-    while _total(damage, _at_price(work, damage, high)) > budget:
+    while _total(damage, _at_price(work, harm, high)) > budget:
         high *= 4
-        if high > 1e30:  # not even the least damage is within the budget
+        if high > 1e30:  # no price brings the damage within the budget
             return damage.argmin(0)
     for _ in range(100):
         price = (low + high) / 2
-        over = _total(damage, _at_price(work, damage, price)) > budget
+        over = _total(damage, _at_price(work, harm, price)) > budget
         low, high = (price, high) if over else (low, price)
-    return _spend_rest(work, damage, _at_price(work, damage, high), budget)
+    return _spend_rest(work, damage, _at_price(work, harm, high), budget)
 
 
-def _at_price(work: Tensor, damage: Tensor, price: float) -> Tensor:
-    return (work + price * damage).argmin(0)
+def _at_price(work: Tensor, harm: Tensor, price: float) -> Tensor:
+    return (work + price * harm).argmin(0)
 
 
 def _total(values: Tensor, chosen: Tensor) -> float:

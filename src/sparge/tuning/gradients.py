@@ -1,11 +1,13 @@
 """How an error in a head's output moves the model's: gradients of outcomes that are drawn from what it predicts.
 
 Small errors e move a prediction by a divergence of half the mean of (g . e)^2 over such gradients g (Fisher's
-information), and what single heads do nearly adds up.
+information), and what single heads do nearly adds up. Where what should be predicted is known, the gradient of the loss
+says more: which errors help, and which harm.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +16,17 @@ import torch
 from torch import Tensor
 
 from sparge.config import SparseConfig
-from sparge.tuning.measure import measured_rows
+from sparge.tuning.measure import Gradient, measured_rows
 from sparge.tuning.subjects import Attend, Loss, Subject, differentiable_attention
 
 DRAWS = {"cpu": 1, "cuda": 8}  # of each input; every one is a backward pass
-Gradients = dict[tuple[str, int], Tensor]  # by layer and number of its call: [draws, batch, heads, rows, channels]
+Gradients = dict[tuple[str, int], Gradient]  # by layer and number of its call
 
 
-def draws_on(device: torch.device) -> int:
+def draws_on(device: torch.device, knows_loss: bool) -> int:
+    """On a CPU the gradient of a loss alone must do."""
+    if knows_loss and device.type == "cpu":
+        return 0
     return DRAWS.get(device.type, DRAWS["cpu"])
 
 
@@ -40,19 +45,26 @@ def drawn_gradients(
         )
     rows = {call: measured_rows(probe.shape[2], config.block[0], share, seed) for call, probe in probes.items()}
     found: dict[tuple[str, int], list[Tensor]] = {call: [] for call in probes}
-    generator = torch.Generator().manual_seed(seed)
-    draws = draws_on(output.device)
-    for n, pull in enumerate(subject.outcomes(output.detach(), draws, generator)):
+    generator, there = torch.Generator().manual_seed(seed), output.detach()
+    draws = draws_on(there.device, subject.knows_loss)
+    pulls = itertools.chain(subject.outcomes(there, draws, generator), subject.losses(item, there))
+    for pull in pulls:
         size = pull.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)  # float16 loses small ones
         pulled = torch.autograd.grad(
-            output, list(probes.values()), (pull / size).to(pull.dtype), retain_graph=n < draws - 1, allow_unused=True,
+            output, list(probes.values()), (pull / size).to(pull.dtype), retain_graph=True, allow_unused=True,
             materialize_grads=True,
         )  # fmt: skip
         for call, gradient in zip(probes, pulled, strict=True):
             kept = torch.bfloat16 if gradient.dtype == torch.float16 else gradient.dtype
             some = gradient.index_select(2, rows[call].to(gradient.device))
             found[call].append((some.float() * size).to(kept))
-    return output.detach(), {call: torch.stack(parts) for call, parts in found.items()}
+    return there, {call: _sorted_out(parts, draws, len(there)) for call, parts in found.items()}
+
+
+def _sorted_out(parts: list[Tensor], draws: int, predictions: int) -> Gradient:
+    """Gradients of the outcomes, and after them that of the loss if there is one."""
+    drawn = torch.stack(parts[:draws]) if draws else parts[0].new_empty(0, *parts[0].shape)
+    return Gradient(drawn, parts[draws] if len(parts) > draws else None, predictions)
 
 
 def sensitivity(loss: Loss, inputs: list[Any], on_input: Callable[[], None]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class Journal:
         self.path, self.records = path, dict[str, Any]()
         if path is None:
             return
-        first = json.dumps({"sparge-journal": 2, **job}, sort_keys=True)
+        first = json.dumps({"sparge-journal": 3, **job}, sort_keys=True)
         if path.exists():
             self._read(path, first)
         whole = path.with_name(path.name + ".part")  # without a line that was cut off
@@ -74,7 +74,7 @@ def unpack(value: Any, where: str) -> Measurement:
     try:
         parts = [torch.tensor(part, dtype=torch.float64) for part in value]
         heads, candidates = parts[0].shape[0], parts[3].shape[0]
-        shapes = [(heads,)] * 3 + [(candidates, heads)] * 6
+        shapes = [(heads,)] * 3 + [(candidates, heads)] * 7
         good = [tuple(part.shape) for part in parts] == shapes and all(bool(part.isfinite().all()) for part in parts)
     except (TypeError, ValueError, IndexError, RuntimeError):
         good = False

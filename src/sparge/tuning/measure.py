@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +14,25 @@ from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
 from sparge.reference import GROUP, probe
+from sparge.tuning.many_masks import outputs_under
 
 EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """By one call's output, at the sampled rows: [B, H, rows, Dv] each."""
+
+    drawn: Tensor  # [draws, ...]: of drawn outcomes
+    loss: Tensor | None  # of the mean loss, where what is to be predicted is known
+    predictions: int = 1  # that this is the mean of
+
+    @property
+    def energy(self) -> Tensor:
+        """Mean squares of gradients of outcomes, [B, H]; what came true is an outcome too."""
+        if len(self.drawn) or self.loss is None:
+            return self.drawn.double().square().mean((0, 3, 4))
+        return self.loss.double().square().mean((2, 3)) * self.predictions
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,7 @@ class Measurement:
     squared_error: Tensor
     moved: Tensor  # the divergence of the output along gradients, by candidate; 0 without any
     expected: Tensor  # the same of errors that have no direction
+    loss: Tensor  # what the errors add to the loss, to first order; 0 where none is known
 
     def __add__(self, other: Measurement) -> Measurement:
         return Measurement(*(mine + theirs for mine, theirs in zip(self.parts(), other.parts(), strict=True)))
@@ -42,7 +61,7 @@ class Measurement:
     def parts(self) -> tuple[Tensor, ...]:
         return (
             self.visible, self.absolute, self.squared,
-            self.executed, self.products, self.absolute_error, self.squared_error, self.moved, self.expected,
+            self.executed, self.products, self.absolute_error, self.squared_error, self.moved, self.expected, self.loss,
         )  # fmt: skip
 
     @property
@@ -70,55 +89,91 @@ def measure(
     candidates: Sequence[SparseConfig],
     share: float,
     seed: int,
-    gradient: Tensor | None = None,
+    gradient: Gradient | None = None,
 ) -> Measurement:
     """Candidates may differ in selection settings and pv_threshold only: they share one summary of Q, K and V.
 
-    gradient  [draws, B, H, rows, Dv], of outcomes by the exact output, at the sampled rows
+    gradient  at the sampled rows
     """
     length, block_rows = inputs.query.shape[2], candidates[0].block[0]
     sampled = sample_blocks(-(-length // block_rows), share, seed)
     rows = _rows_of(sampled, block_rows, length).to(exact.device)
-    want = exact.index_select(2, rows).double()
-    choice = choose(inputs, candidates[0], own_mask=True)  # the mask below is cut to the sampled rows
-    backend = choice.backend
-    blocks = backend.summarize(inputs, choice.config)
+    choice = choose(inputs, candidates[0], own_mask=True)  # masks are cut to the sampled rows
+    blocks = choice.backend.summarize(inputs, choice.config)
     if "probe" in choice.config.rule:
         blocks = replace(blocks, probed=probe(inputs, choice.config))  # once for all candidates
-    divergences = _divergences_along(gradient)
-    counted = []
-    for candidate in candidates:
-        config = replace(candidate, quantization=choice.config.quantization)
-        mask = backend.select(blocks, config)
-        some = _only(mask, sampled)
-        output = backend.attend(blocks, some, config)
-        error = output.values.index_select(2, rows).double() - want
-        products = some.kept_per_head * (mask.block[0] // GROUP) - output.skipped_pv
-        squared = error.square().sum((2, 3))
-        along = (x * (length / len(rows)) for x in divergences(error, squared))
-        sums = (mask.kept_per_head, products, error.abs().sum((2, 3)), squared, *along)
-        counted.append([_per_head(x, inputs) for x in sums])
-        visible = mask.visible_per_head
-    whole = (visible, want.abs().sum((2, 3)), want.square().sum((2, 3)))
-    by_candidate = (torch.stack(column) for column in zip(*counted, strict=True))
-    return Measurement(*(_per_head(x, inputs) for x in whole), *by_candidate)
+    candidates = [replace(candidate, quantization=choice.config.quantization) for candidate in candidates]
+    masks = [choice.backend.select(blocks, candidate) for candidate in candidates]
+    some = [_only(mask, sampled) for mask in masks]
+    found = Errors(len(candidates), inputs, gradient)
+    if all(candidate.quantization == "none" and candidate.pv_threshold is None for candidate in candidates):
+        for heads, those, dense, outputs in outputs_under(inputs, some, sampled.tolist()):
+            found.add(heads, those, dense, outputs)
+    else:
+        want = exact.index_select(2, rows)
+        for n, (mask, candidate) in enumerate(zip(some, candidates, strict=True)):
+            output = choice.backend.attend(blocks, mask, candidate)
+            found.add_candidate(n, want, output.values.index_select(2, rows), output.skipped_pv)
+    groups = masks[0].block[0] // GROUP
+    executed = torch.stack([_per_head(mask.kept_per_head, inputs) for mask in masks])
+    products = torch.stack([_per_head(mask.kept_per_head * groups, inputs) for mask in some]) - found.skipped.cpu()
+    return found.summed_up(_per_head(masks[0].visible_per_head, inputs), executed, products, length / len(rows))
 
 
-def _divergences_along(gradient: Tensor | None) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(error, its square) -> float64 [B, H], twice: what the errors do to the output, and what any as large would.
+class Errors:
+    """Of each candidate's output against the exact one, added up piece by piece."""
 
-    Half the mean square of the errors along each gradient. Few gradients say that with much chance, but how long they
-    are they say well.
-    """
-    if gradient is None:
-        return lambda _, squared: (torch.zeros_like(squared), torch.zeros_like(squared))
-    directions, energy = gradient.float(), gradient.double().square().mean((0, 3, 4))
+    def __init__(self, candidates: int, inputs: Inputs, gradient: Gradient | None) -> None:
+        batch, heads = inputs.query.shape[:2]
+        new = functools.partial(torch.zeros, dtype=torch.float64, device=inputs.query.device)
+        self.gradient = gradient
+        self.size, self.square = new(2, batch, heads)
+        self.absolute, self.squared = new(2, candidates, batch, heads)
+        self.skipped = new(candidates, heads)
+        self.along = new(0 if gradient is None else len(gradient.drawn), candidates, batch, heads)
+        self.loss = new(candidates, batch, heads)
 
-    def divergences(error: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
-        along = torch.einsum("sbhrd,bhrd->sbh", directions, error.float()).double()
-        return along.square().mean(0) / 2, energy * squared / 2
+    def add(self, heads: slice, rows: slice, exact: Tensor, outputs: Tensor) -> None:
+        """Some heads and rows of all candidates: [B, H, R, Dv] and [candidates, B, H, R, Dv]."""
+        self._add_exact(heads, exact)
+        self._add_errors(slice(None), heads, rows, outputs - exact)
 
-    return divergences
+    def add_candidate(self, number: int, exact: Tensor, output: Tensor, skipped: Tensor) -> None:
+        """All heads and rows of one candidate."""
+        everything = slice(None)
+        if number == 0:
+            self._add_exact(everything, exact)
+        self._add_errors(slice(number, number + 1), everything, everything, (output.double() - exact.double())[None])
+        self.skipped[number] = skipped.expand(self.size.shape).sum(0)
+
+    def _add_exact(self, heads: slice, exact: Tensor) -> None:
+        self.size[:, heads] += exact.double().abs().sum((2, 3))
+        self.square[:, heads] += exact.double().square().sum((2, 3))
+
+    def _add_errors(self, which: slice, heads: slice, rows: slice, error: Tensor) -> None:
+        self.absolute[which, :, heads] += error.abs().sum((3, 4))
+        self.squared[which, :, heads] += error.square().sum((3, 4))
+        if self.gradient is None:
+            return
+        error = error.float()
+        drawn = self.gradient.drawn[:, :, heads, rows].float()
+        self.along[:, which, :, heads] += torch.einsum("sbhrd,cbhrd->scbh", drawn, error)
+        if self.gradient.loss is not None:
+            loss = self.gradient.loss[:, heads, rows].float()
+            self.loss[which, :, heads] += torch.einsum("bhrd,cbhrd->cbh", loss, error)
+
+    def summed_up(self, visible: Tensor, executed: Tensor, products: Tensor, scale: float) -> Measurement:
+        """`scale`: all rows by those measured."""
+        moved = expected = torch.zeros_like(self.absolute)
+        if self.gradient is not None:
+            # Few gradients say with much chance what errors do, but how long they are they say well.
+            expected = self.gradient.energy * self.squared / 2
+            moved = self.along.square().sum(0) / (2 * max(1, len(self.along)))
+        by_candidate = (self.absolute, self.squared, moved * scale, expected * scale, self.loss * scale)
+        return Measurement(
+            visible, self.size.sum(0).cpu(), self.square.sum(0).cpu(), executed, products,
+            *(x.sum(1).cpu() for x in by_candidate),
+        )  # fmt: skip
 
 
 def finer(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

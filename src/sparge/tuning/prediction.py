@@ -2,12 +2,14 @@
 
 How far a head's output is off says little; where the model looks at it says more. A few gradients of what the model
 predicts tell, for each head and every setting tried, how far its errors alone would move the prediction. Small changes
-from different heads add up, so one budget is spent where it saves most blocks. What was chosen is then run as a whole,
-and chosen again if it moves the output too far.
+from different heads add up, so one budget is spent where it saves most blocks. Where inputs say what is to be
+predicted, a head's errors may bring the prediction nearer to that, and such are preferred. What was chosen is then run
+as a whole, and chosen again if it moves the output too far.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -24,15 +26,18 @@ from sparge.tuning.gradients import Gradients, drawn_gradients, draws_on
 from sparge.tuning.job import Search, versions
 from sparge.tuning.journal import JournalError
 from sparge.tuning.ladder import Settings, grid, with_settings
-from sparge.tuning.measure import sample_blocks, sparse_output
+from sparge.tuning.measure import Measurement, sample_blocks, sparse_output
 from sparge.tuning.subjects import exact_attention
 from sparge.tuning.survey import Layer, share_executed, survey
 
 AS_GIVEN, EVERYTHING_KEPT = 0, 1  # in the grid
 HELD_BACK = 0.9  # what gradients may promise of the budget: settings do better on the inputs they were chosen by
+CORRECTED = 0.97  # what a correction aims at of what is allowed
 DISTRUST = 3.0  # draws of an input that count as much as how large gradients and errors are
+LOSS_WEIGHT = 0.2  # of changes of the loss against divergence, heads as given: more would choose more blocks
 NOTHING = 1e-6  # of what the config loses: rounding that need not be measured
 CORRECTIONS = 3
+TINY = torch.finfo(torch.float64).tiny
 RUNS = 4  # of an input as a whole, without corrections: gradients, as given, everything kept, what was chosen
 
 Choice = Mapping[str, Tensor]  # by layer, int64 [heads]: indices of the grid
@@ -50,13 +55,18 @@ def search_by_prediction(search: Search, budget: float | None) -> Profile:
     layers = survey(search, "heads", lambda _, heads: grid(search.base, heads), dense.gradients)
     try_ = _tryer(search, dense, layers)
     as_given, everything = (_all_heads(layers, index) for index in (AS_GIVEN, EVERYTHING_KEPT))
-    damage = _promised(layers, draws_on(dense.output(0).device))
+    heads = _of_all_heads(layers)
+    damage = _promised(heads, draws_on(dense.output(0).device, search.subject.knows_loss))
     given, rounding = try_("as given", as_given), 0.0
     exact = dense.output(0).dtype == torch.float32 and damage[EVERYTHING_KEPT].sum() <= NOTHING * damage[AS_GIVEN].sum()
     if not exact:
         rounding = try_("everything kept", everything)
     allowed = given if budget is None else budget
-    found = [(as_given, given), *_tried_as_a_whole(layers, damage, given, rounding, allowed, try_)]
+    if min(promised := float(damage[AS_GIVEN].sum()), given - rounding) > 0:
+        damage = damage * ((given - rounding) / promised)
+    aside = LOSS_WEIGHT * heads.loss * (damage[AS_GIVEN].sum() / heads.loss[AS_GIVEN].abs().sum().clamp(min=TINY))
+    choose = functools.partial(within_budget, heads.executed, damage, aside=aside)
+    found = [(as_given, given), *_tried_as_a_whole(layers, choose, rounding, allowed, try_)]
     good = [(choice, divergence) for choice, divergence in found if divergence <= allowed]
     choice, divergence = min(good or [(everything, rounding)], key=lambda one: share_executed(layers, one[0]))
     metrics = {
@@ -71,19 +81,22 @@ def _all_heads(layers: Mapping[str, Layer], index: int) -> Choice:
     return {name: torch.full_like(layer.measured.visible, index, dtype=torch.int64) for name, layer in layers.items()}
 
 
+def _of_all_heads(layers: Mapping[str, Layer]) -> Measurement:
+    """Of all layers, one after the other."""
+    parts = zip(*(layer.measured.parts() for layer in layers.values()), strict=True)
+    return Measurement(*(torch.cat(part, -1) for part in parts))
+
+
 def _tried_as_a_whole(
-    layers: Mapping[str, Layer], damage: Tensor, given: float, rounding: float, allowed: float, try_: Try
+    layers: Mapping[str, Layer], choose: Callable[[float], Tensor], rounding: float, allowed: float, try_: Try
 ) -> Iterator[tuple[Choice, float]]:
     """What gradients promise to be within the budget, run with all layers sparse; corrected by what that did."""
     sizes = [len(layer.measured.visible) for layer in layers.values()]
-    work = torch.cat([layer.measured.executed for layer in layers.values()], 1)
-    promised, measured = float(damage[AS_GIVEN].sum()), given - rounding
-    budget = HELD_BACK * (allowed - rounding) * (promised / measured if min(promised, measured) > 0 else 1.0)
-    before = None
+    budget, before = HELD_BACK * (allowed - rounding), None
     if budget <= 0:
         return
     for _ in range(1 + CORRECTIONS):
-        chosen = within_budget(work, damage, budget)
+        chosen = choose(budget)
         if before is not None and torch.equal(chosen, before):
             return
         before = chosen
@@ -92,20 +105,18 @@ def _tried_as_a_whole(
         yield choice, divergence
         if divergence <= allowed:
             return
-        budget *= HELD_BACK * (allowed - rounding) / (divergence - rounding)
+        budget *= CORRECTED * (allowed - rounding) / (divergence - rounding)
 
 
-def _promised(layers: Mapping[str, Layer], draws: int) -> Tensor:
-    """The divergence that each candidate of each head adds, [candidates, heads of all layers].
+def _promised(heads: Measurement, draws: int) -> Tensor:
+    """The divergence that each candidate of each head adds, [candidates, heads], but for a factor.
 
     Partly from the errors along the gradients, which chance has the less of the more are drawn, partly from how large
     both are, brought to the same total: each alone chooses worse.
     """
-    moved = torch.cat([layer.measured.moved for layer in layers.values()], 1)
-    expected = torch.cat([layer.measured.expected for layer in layers.values()], 1)
-    ratio = moved.sum() / expected.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    ratio = heads.moved.sum() / heads.expected.sum().clamp(min=TINY) if draws else 1.0
     trust = draws / (draws + DISTRUST)
-    damage: Tensor = trust * moved + (1 - trust) * ratio * expected
+    damage: Tensor = trust * heads.moved + (1 - trust) * ratio * heads.expected
     return damage
 
 

@@ -22,6 +22,7 @@ from sparge.visibility import Visibility
 
 Attend = Callable[..., Tensor]  # attend(layer name, query, key, value, **arguments of sparge.attention) -> output
 Loss = Callable[[Any, Attend], Tensor]
+NOTHING_FOLLOWS = -1  # a text's last token
 LOSS_TOKENS = 2048  # a gradient needs every layer's activations: this much of each input is enough to weigh heads
 
 
@@ -30,6 +31,7 @@ class Subject(Protocol):
 
     name: str
     loss: Loss | None  # a scalar that depends on every layer's output, differentiably; None: not known
+    knows_loss: bool  # whether inputs themselves say what is to be predicted
 
     def run(self, item: Any, attend: Attend) -> None:
         """One input through the model, every attention layer computed by `attend`."""
@@ -43,6 +45,9 @@ class Subject(Protocol):
     def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
         """Gradients by the output of `draws` outcomes: a small change of the output diverges by half the mean of
         (gradient . change)^2, over all outcomes that could be drawn."""
+
+    def losses(self, item: Any, output: Tensor) -> Iterator[Tensor]:
+        """The gradient by the output of the mean loss; nothing if there is none."""
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -71,6 +76,8 @@ def subject_of(model: Any, name: str | None, loss: Loss | None) -> Subject:
 class FunctionSubject:
     """The caller's own function run(item, attend)."""
 
+    knows_loss = False
+
     def __init__(self, function: Callable[[Any, Attend], Any], name: str | None, loss: Loss | None) -> None:
         self.function, self.loss = function, loss
         self.name: str = name or str(getattr(function, "__name__", type(function).__name__))
@@ -93,12 +100,17 @@ class FunctionSubject:
     def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
         return directions(output, draws, generator)
 
+    def losses(self, item: Any, output: Tensor) -> Iterator[Tensor]:
+        return iter(())
+
     def close(self) -> None:
         pass
 
 
 class TransformersSubject:
     """A causal language model; inputs are token ids [batch, tokens] without padding, layers go by module name."""
+
+    knows_loss = True
 
     def __init__(self, model: Any, name: str | None, loss: Loss | None) -> None:
         self.model = model
@@ -130,18 +142,38 @@ class TransformersSubject:
 
     def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
         """Of next tokens, drawn from what the model predicts: the gradient of their log probability."""
-        pulls = torch.empty(draws, *output.shape, dtype=output.dtype)
+
+        def drawn(logged: Tensor, _: slice) -> Tensor:
+            chance = torch.rand(len(logged), draws, generator=generator).to(logged.device)
+            summed = logged.exp().cumsum(-1)
+            return torch.searchsorted(summed, chance * summed[:, -1:]).clamp(max=logged.shape[-1] - 1)
+
+        return (pull / math.sqrt(len(output)) for pull in self._pulls(output, draws, drawn))
+
+    def losses(self, item: Any, output: Tensor) -> Iterator[Tensor]:
+        """Of the text's own next tokens: the mean of minus their log probability."""
+        following = torch.nn.functional.pad(item[:, 1:], (0, 1), value=NOTHING_FOLLOWS).flatten()
+
+        def own(_: Tensor, some: slice) -> Tensor:
+            return following[some, None]
+
+        return (-pull / max(1, len(output) - len(item)) for pull in self._pulls(output, 1, own))
+
+    def _pulls(self, output: Tensor, count: int, tokens: Callable[[Tensor, slice], Tensor]) -> Iterator[Tensor]:
+        """Gradients by the output of the log probabilities of tokens(log probabilities, rows) [rows, count], summed."""
+        if count == 0:
+            return iter(())
+        pulls = torch.empty(count, *output.shape, dtype=output.dtype)
         with self._using(exact_attention), torch.enable_grad():
             for some in stretches(len(output), output.device):
                 hidden = output[some].requires_grad_()
                 logged = logits_of(self.model, hidden).log_softmax(-1)
-                chance = torch.rand(len(logged), draws, generator=generator).to(logged.device)
-                summed = logged.detach().exp().cumsum(-1)
-                drawn = torch.searchsorted(summed, chance * summed[:, -1:]).clamp(max=logged.shape[-1] - 1)
-                for n in range(draws):
-                    outcome = logged.gather(1, drawn[:, n : n + 1]).sum()
-                    pulls[n, some] = torch.autograd.grad(outcome, hidden, retain_graph=n < draws - 1)[0].cpu()
-        return (pull.to(output.device) / math.sqrt(len(output)) for pull in pulls)
+                chosen = tokens(logged.detach(), some)
+                there = (chosen != NOTHING_FOLLOWS).to(logged.dtype)
+                for n in range(count):
+                    outcome = (logged.gather(1, chosen[:, n : n + 1].clamp(min=0)) * there[:, n : n + 1]).sum()
+                    pulls[n, some] = torch.autograd.grad(outcome, hidden, retain_graph=n < count - 1)[0].cpu()
+        return (pull.to(output.device) for pull in pulls)
 
     def close(self) -> None:
         assert self.switch is not None
@@ -186,6 +218,7 @@ class DiffusersSubject:
     """
 
     loss: Loss | None = None
+    knows_loss = False
 
     def __init__(self, model: Any, name: str | None) -> None:
         self.model = model
@@ -214,6 +247,9 @@ class DiffusersSubject:
 
     def outcomes(self, output: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
         return directions(output, draws, generator)
+
+    def losses(self, item: Any, output: Tensor) -> Iterator[Tensor]:
+        return iter(())
 
     def close(self) -> None:
         self.hooks.restore()
