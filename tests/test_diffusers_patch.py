@@ -16,7 +16,8 @@ from small_diffusers import SMALL, Small, diffusers, output
 from torch import Tensor
 
 import sparge
-from sparge.integrations.diffusers import backend, families, running
+from sparge.api import attention_and_mask
+from sparge.integrations.diffusers import backend, families, masks, running
 from sparge.integrations.diffusers.steps import Steps
 from sparge.observe import observed
 from sparge.profile import LayerProfile, Profile, ProfileError
@@ -282,13 +283,111 @@ def test_steps_kept_dense(configs: list[Any]) -> None:
 def test_steps_are_told_from_timesteps(times: list[int], steps: list[int]) -> None:
     counter, seen = Steps(dense=1), []
     for time in times:
-        counter.is_dense(torch.tensor([time, time]))
+        counter.begin(torch.tensor([time, time]))
         seen.append(counter.step)
+        assert counter.is_dense == (counter.step == 0)
     assert seen == steps
 
 
 def test_timesteps_are_not_read_for_nothing() -> None:
-    assert not Steps(dense=0).is_dense(None)
+    counter = Steps(dense=0)
+    counter.begin(None)
+    assert not counter.is_dense
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[sparge.BlockMask | None]:
+    """The masks that attention is computed with in place of new ones, call by call."""
+    seen: list[sparge.BlockMask | None] = []
+
+    def attention(mask: sparge.BlockMask | None, *tensors: Tensor, **arguments: Any) -> Any:
+        output, chosen = attention_and_mask(mask, *tensors, **arguments)
+        assert chosen is not None
+        assert mask is None or torch.equal(chosen.bits, mask.bits)
+        seen.append(mask)
+        return output, chosen
+
+    monkeypatch.setattr(masks, "attention_and_mask", attention)
+    return seen
+
+
+def at(model: Any, time: float, seed: int = 0) -> Tensor:
+    noise = torch.randn(WAN.inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(seed))
+    return output(model, **{**WAN.inputs, "hidden_states": noise, "timestep": torch.tensor([time] * 2)})
+
+
+def test_masks_last_for_several_steps(given: list[Any]) -> None:
+    """With guidance, whose two calls of a step have masks of their own; dense steps do not count; every run anew."""
+    model = WAN.built()
+    sparge.patch(model, SPARSE, dense_steps=1, mask_steps=2)
+    for run in range(2):
+        chosen: list[Any] = []
+        for time, anew in ((900.0, None), (700.0, True), (500.0, False), (300.0, True), (100.0, False)):
+            for guided in range(2):
+                given.clear()
+                at(model, time, seed=10 * run + guided)
+                assert len(given) == (0 if anew is None else 2)  # layers
+                assert all((mask is None) == anew for mask in given)
+                chosen += [mask for mask in given if mask is not None]
+        assert len(chosen) == 8
+        assert not torch.equal(chosen[0].bits, chosen[2].bits)  # of the two calls
+        assert not torch.equal(chosen[0].bits, chosen[1].bits)  # of the two layers
+
+
+def test_a_layer_that_is_called_several_times_has_as_many_masks(given: list[Any]) -> None:
+    """Mochi attends prompt by prompt."""
+    one = SMALL["mochi"]
+    model = one.built()
+    sparge.patch(model, SPARSE, mask_steps=2)
+    for time in (100.0, 300.0):
+        given.clear()
+        output(model, **{**one.inputs, "timestep": torch.tensor([time] * 2)})
+        assert len(given) == 4  # two layers, two prompts
+    used = [mask.bits for mask in given]
+    assert all(not torch.equal(used[a], used[b]) for a in range(4) for b in range(a))
+
+
+def test_a_kept_mask_is_not_the_one_that_would_be_chosen(given: list[Any]) -> None:
+    """The first step is as without; what comes after it has the blocks of that, and other numbers."""
+    model = WAN.built()
+    with sparge.patch(model, SPARSE):
+        first, second = at(model, 900.0, seed=0), at(model, 500.0, seed=1)
+    with sparge.patch(model, SPARSE, mask_steps=3):
+        assert torch.equal(at(model, 900.0, seed=0), first)
+        got = at(model, 500.0, seed=1)
+    assert not torch.equal(got, second)
+    torch.testing.assert_close(got, second, atol=0.2, rtol=0.1)
+
+
+def test_inputs_with_gradients_stay_dense_with_kept_masks(given: list[Any]) -> None:
+    model = WAN.built()
+    sparge.patch(model, SPARSE, mask_steps=2)
+    with pytest.warns(sparge.DenseAttentionWarning, match="no backward pass"):
+        model(**{**WAN.inputs, "hidden_states": WAN.inputs["hidden_states"].clone().requires_grad_()})
+    assert given == []
+
+
+def test_masks_of_another_size_are_not_used(given: list[Any]) -> None:
+    model = WAN.built()
+    sparge.patch(model, SPARSE, mask_steps=4)
+    at(model, 900.0)
+    given.clear()
+    smaller = {**WAN.inputs, "hidden_states": WAN.inputs["hidden_states"][:, :, :, :-2]}
+    output(model, **{**smaller, "timestep": torch.tensor([500.0] * 2)})
+    assert given == [None, None]
+
+
+def test_copies_of_a_model_begin_without_masks(given: list[Any]) -> None:
+    model = WAN.built()
+    sparge.patch(model, SPARSE, mask_steps=4)
+    at(model, 900.0)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        given.clear()
+        at(copied, 500.0)
+        assert given == [None, None]
+    given.clear()
+    at(model, 500.0)
+    assert None not in given
 
 
 @pytest.mark.parametrize("name", ["wan", "sd3"])  # through diffusers' dispatcher, and through torch's function
@@ -340,6 +439,8 @@ def test_a_whole_pipeline(configs: list[Any]) -> None:
     denoised(pipe)
     assert len(configs) == 12
     sparge.unpatch(pipe)
+    with sparge.patch(pipe, EXACT, mask_steps=2):
+        torch.testing.assert_close(denoised(pipe), want, atol=1e-4, rtol=1e-3)
     assert torch.equal(denoised(pipe), want)
     with refused(ValueError, "WanPipeline", "not patched"):
         sparge.unpatch(pipe)
@@ -390,8 +491,12 @@ def test_wrong_arguments() -> None:
     for wrong in (-1, True, 0.5, None):
         with refused(ValueError, "dense_steps", repr(wrong)):
             sparge.patch(model, dense_steps=wrong)
-    with refused(ValueError, "dense_steps", "Sequential", "no model of diffusers"):
-        sparge.patch(torch.nn.Sequential(), dense_steps=1)
+    for wrong in (0, True, 1.5, None):
+        with refused(ValueError, "mask_steps", repr(wrong)):
+            sparge.patch(model, mask_steps=wrong)
+    for name, count in (("dense_steps", 1), ("mask_steps", 2)):
+        with refused(ValueError, name, "Sequential", "no model of diffusers"):
+            sparge.patch(torch.nn.Sequential(), **{name: count})
     sparge.patch(model)
     with refused(ValueError, "already patched", "unpatch"):
         sparge.patch(model)

@@ -93,6 +93,23 @@ def attention(
     return _chosen((restore(values, layout), lse, stats), return_lse, return_stats)
 
 
+def attention_and_mask(
+    mask: BlockMask | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    config: SparseConfig,
+    layout: str = "BHSD",
+    **arguments: Any,
+) -> tuple[Tensor, BlockMask | None]:
+    """`attention`, with the mask of an earlier call if one is given; and the mask that it had, None if it was dense."""
+    inputs = prepare_inputs(query, key, value, attn_mask, layout=layout, **arguments)
+    run = _run(inputs, config, mask)
+    return restore(run.output.values, layout), None if run.choice.backend.name == "dense" else run.mask
+
+
 def block_sparse_attention(
     query: Tensor,
     key: Tensor,

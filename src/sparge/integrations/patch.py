@@ -71,6 +71,7 @@ def patch(
     *,
     dense_layers: DenseLayers = 0,
     dense_steps: int = 0,
+    mask_steps: int = 1,
 ) -> Patch: ...
 
 
@@ -83,6 +84,7 @@ def patch(
     dry_run: Literal[True],
     dense_layers: DenseLayers = 0,
     dense_steps: int = 0,
+    mask_steps: int = 1,
 ) -> Plan: ...
 
 
@@ -94,6 +96,7 @@ def patch(
     *,
     dense_layers: DenseLayers = 0,
     dense_steps: int = 0,
+    mask_steps: int = 1,
 ) -> Patch | Plan:
     """Let the attention layers of a model of transformers or diffusers run sparse, until `unpatch`.
 
@@ -103,15 +106,18 @@ def patch(
     dry_run       change nothing, and return the Plan: each layer, what would happen, and why
     dense_layers  so many of the first layers stay dense, or those of these names (* stands for anything)
     dense_steps   so many of the first denoising steps stay dense
+    mask_steps    choose masks anew in every so many denoising steps only, and use them in those between
 
     What cannot be sparse stays dense, with a DenseAttentionWarning that says why, once. Returns a Patch, to be used as
     a context manager or not.
     """
-    model = _checked(model, config, profile, dry_run, dense_steps)
+    model = _checked(model, config, profile, dry_run)
+    _check_steps(dense_steps, mask_steps)
     parts = diffusers_models(model)
     by_hooks = bool(parts) or is_pipeline(model)
-    if dense_steps and not by_hooks:
-        raise ValueError(f"dense_steps are steps of denoising, and {type(model).__name__} is no model of diffusers.")
+    if not by_hooks and (dense_steps, mask_steps) != (0, 1):
+        name = "dense_steps" if dense_steps else "mask_steps"
+        raise ValueError(f"{name} are steps of denoising, and {type(model).__name__} is no model of diffusers.")
     if by_hooks:
         layers = [one for prefix, part in parts.items() for one in diffusers_layers(part, config, profile, prefix)]
         check_profile(profile, layers, type(model).__name__)
@@ -122,7 +128,7 @@ def patch(
         return plan
     _warn(plan)
     if by_hooks:
-        _hook(parts, plan, Steps(dense_steps))
+        _hook(parts, plan, Steps(dense_steps, mask_steps))
     else:
         _switch(model, plan)
     return Patch(model, plan)
@@ -166,15 +172,19 @@ def _hook(parts: dict[str, Any], plan: Plan, steps: Steps) -> None:
         setattr(part, RECORD, hooks.install(part, layers, steps) if wanted else None)
 
 
-def _checked(model: Any, config: object, profile: object, dry_run: object, dense_steps: object) -> Any:
+def _check_steps(dense_steps: object, mask_steps: object) -> None:
+    for name, count, least in (("dense_steps", dense_steps, 0), ("mask_steps", mask_steps, 1)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(f"{name} must be a number of steps, {least} or more, not {count!r}.")
+
+
+def _checked(model: Any, config: object, profile: object, dry_run: object) -> Any:
     model = original(_checked_kind(model))
     for name, value, kind in (("config", config, SparseConfig), ("profile", profile, Profile)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be a sparge.{kind.__name__}, not {type(value).__name__}.")
     if not isinstance(dry_run, bool):
         raise TypeError(f"dry_run must be True or False, not {dry_run!r}.")
-    if isinstance(dense_steps, bool) or not isinstance(dense_steps, int) or dense_steps < 0:
-        raise ValueError(f"dense_steps must be a number of steps, 0 or more, not {dense_steps!r}.")
     modules = [module for part in _parts(model) for module in part.modules()]
     if not dry_run and any(not {SETTINGS, RECORD}.isdisjoint(vars(module)) for module in modules):
         raise ValueError(f"{type(model).__name__} is already patched; call sparge.unpatch on it first.")

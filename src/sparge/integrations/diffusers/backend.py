@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -120,6 +120,8 @@ def _sparse(
         query, key, value = (order.apply(x, axis) for x in (query, key, value))
         mask = None if mask is None else order.apply(mask, -1)
     compute = layer.attend or attention
+    if layer.attend is None and forward is not None and forward.attention is not None:
+        compute = partial(forward.attention, layer.name)
     output: Tensor = compute(query, key, value, mask, **arguments, config=config, layout=layout)
     return output if order is None else order.restore(output, axis)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sparge.integrations.diffusers.backend import NAME, sdpa_of_layer
 from sparge.integrations.diffusers.families import FAMILIES, Family, why_not_once
+from sparge.integrations.diffusers.masks import Masks
 from sparge.integrations.diffusers.order import Layout
 from sparge.integrations.diffusers.registration import register
 from sparge.integrations.diffusers.running import Forward, RunningLayer, current, enter, leave
@@ -61,9 +63,7 @@ def install(
         handles.append(model.get_submodule(family.rotary).register_forward_hook(OrderRotary(family.rotary_dim)))
     for name, settings in layers.items():
         layer = model.get_submodule(name)
-        handles.append(
-            layer.register_forward_pre_hook(EnterLayer(settings, attend and partial(attend, name)), with_kwargs=True)
-        )
+        handles.append(layer.register_forward_pre_hook(EnterLayer(name, settings, attend), with_kwargs=True))
         handles.append(layer.register_forward_hook(LeaveLayer(), always_call=True))
     return Installed(tuple(handles))
 
@@ -80,7 +80,7 @@ class EnterModel:
     """Learns the grid of a call, and the step it belongs to."""
 
     def __init__(self, steps: Steps) -> None:
-        self.steps = steps
+        self.steps, self.masks = steps, Masks()
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_traced():
@@ -93,7 +93,8 @@ class EnterModel:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         layout = _layout(model, family, arguments)
         in_order = isinstance(layout, Layout) and why_not_once(model, family, arguments) is None
-        enter(Forward(model, current(), layout, in_order, self.steps.is_dense(arguments.get("timestep"))))
+        self.steps.begin(arguments.get("timestep"))
+        enter(Forward(model, current(), layout, in_order, self.steps.is_dense, self._by_kept_masks()))
         rotary = family.rotary_argument
         if not isinstance(layout, Layout) or not in_order or rotary is None or arguments.get(rotary) is None:
             return None
@@ -102,6 +103,22 @@ class EnterModel:
             return args, {**kwargs, rotary: ordered}
         place = names.index(rotary)
         return (*args[:place], ordered, *args[place + 1 :]), kwargs
+
+    def _by_kept_masks(self) -> Callable[..., Any] | None:
+        """Who computes attention where masks last for several steps."""
+        steps = self.steps
+        if steps.mask_steps == 1 or steps.is_dense:
+            return None
+        if steps.chooses_masks and steps.call == 0:
+            self.masks.kept.clear()
+        call, anew = steps.call, steps.chooses_masks
+        counted: Counter[str] = Counter()
+
+        def attention(layer: str, *tensors: Any, **arguments: Any) -> Tensor:
+            counted[layer] += 1  # a layer may be called several times in a forward
+            return self.masks.attention((layer, counted[layer], call), anew, *tensors, **arguments)
+
+        return attention
 
 
 class LeaveModel:
@@ -145,8 +162,8 @@ class RestoreOrder:
 class EnterLayer:
     """Tells sparge which layer is running, and lets its attention come to sparge."""
 
-    def __init__(self, settings: LayerSettings, attend: Callable[..., Any] | None) -> None:
-        self.settings, self.attend = settings, attend
+    def __init__(self, name: str, settings: LayerSettings, attend: Callable[..., Any] | None) -> None:
+        self.name, self.settings, self.attend = name, settings, attend
 
     def __call__(self, layer: Any, args: Any, kwargs: Any) -> None:
         kind = type(layer).__name__
@@ -158,13 +175,14 @@ class EnterLayer:
             warn_once(kind, "it was called outside its model, which knows where its tokens stand.")
             return
         processor = layer.processor
+        attend = self.attend and partial(self.attend, self.name)
         if forward.dense_step:
             forward.layer = RunningLayer(kind, LayerSettings(None))
         elif hasattr(processor, BACKEND):
             usual = forward.undo.enter_context(_dispatched_to_sparge(processor))
-            forward.layer = RunningLayer(kind, self.settings, usual, self.attend)
+            forward.layer = RunningLayer(kind, self.settings, self.name, usual, attend)
         else:  # it calls torch itself
-            forward.layer = RunningLayer(kind, self.settings, attend=self.attend)
+            forward.layer = RunningLayer(kind, self.settings, self.name, attend=attend)
             forward.undo.enter_context(redirected(sdpa_of_layer))
 
 

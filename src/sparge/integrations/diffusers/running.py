@@ -18,6 +18,7 @@ class RunningLayer:
 
     kind: str
     settings: LayerSettings
+    name: str = ""
     dense_backend: Any = None  # the backend of diffusers that the layer has without sparge; None: diffusers' default
     attend: Callable[..., Any] | None = None  # who computes it in place of sparge.attention, with the same arguments
 
@@ -31,6 +32,7 @@ class Forward:
     layout: Layout | str  # or why it is not known
     in_order: bool  # whether the visual tokens have been put in order for all layers
     dense_step: bool
+    attention: Callable[..., Any] | None = None  # attention(layer name, ...) in place of sparge.attention
     layer: RunningLayer | None = None
     undo: ExitStack = field(default_factory=ExitStack)  # what was done so that the layer's attention comes to sparge
 
