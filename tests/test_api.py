@@ -246,6 +246,14 @@ def test_stats_say_which_backend_ran_and_why():
         assert mode in stats.reason
 
 
+@pytest.mark.parametrize(("tokens", "dim", "is_dense"), [(5119, 72, True), (5120, 72, False), (4096, 64, False)])
+def test_wide_heads_in_causal_order_pay_later_on_a_cpu(tokens, dim, is_dense):
+    q, k, v = tensors(q_len=tokens, heads=1, dim=dim)
+    _, causal = sparge.attention(q, k, v, is_causal=True, return_stats=True)
+    _, full = sparge.attention(q, k, v, return_stats=True)
+    assert (causal.backend == "dense", full.backend == "dense") == (is_dense, False)
+
+
 @pytest.mark.parametrize(
     ("q_len", "k_len", "is_dense"), [(2047, 2047, True), (2048, 2048, False), (16, 9000, True), (1500, 3300, False)]
 )

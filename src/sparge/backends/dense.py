@@ -24,6 +24,7 @@ WORTH_PREDICTING_CAPTURED = 2e9
 # dense attention every pair. From here on the CPU engine is about as fast as torch's kernel even if nothing is skipped.
 TOKENS_WORTH_PREDICTING = 2048
 TOKENS_WORTH_PROBING = 4096
+WIDE_AND_CAUSAL = 1.25  # times as many with more than 64 channels in causal order, which halves what can be saved
 MOST_MASKED_PAIRS = 1 << 24  # on a CPU torch makes a matrix of causal order between unequal lengths
 CUDNN_SINCE = 90  # from Hopper on, cuDNN's kernel is the fastest that torch has
 
@@ -77,7 +78,9 @@ class DenseBackend(BudgetInTorch):
 def _worth_predicting(inputs: Inputs, config: SparseConfig) -> bool:
     device, rows, keys = inputs.query.device, inputs.query.shape[2], inputs.key.shape[2]
     if device.type == "cpu":
-        tokens = TOKENS_WORTH_PROBING if "probe" in config.rule else TOKENS_WORTH_PREDICTING
+        tokens: float = TOKENS_WORTH_PROBING if "probe" in config.rule else TOKENS_WORTH_PREDICTING
+        if "probe" in config.rule and inputs.visibility.right == 0 and inputs.query.shape[3] > 64:
+            tokens *= WIDE_AND_CAUSAL
         return 2 * rows * keys >= tokens * (rows + keys)
     worth = WORTH_PROBING if "probe" in config.rule else WORTH_PREDICTING
     if torch.cuda.is_current_stream_capturing():
