@@ -15,7 +15,7 @@ USING_ALL = {"rule": RULES}
 def test_defaults_are_the_documented_ones():
     config = SparseConfig()
     assert config.rule == ("gap", "probe")
-    assert (config.gap, config.probe, config.probe_rows) == (4.0, 0.0032, 4)
+    assert (config.gap, config.probe, config.probe_rows) == (4.0, 0.003, 4)
     assert (config.subblocks, config.block, config.sinks) == ((4, 4), (128, 64), 1)
     assert config.similarity is None
     assert config.pv_threshold is None

@@ -59,7 +59,7 @@ class SparseConfig:
     gap: PerHead = 4.0
     cdf: PerHead = 0.97
     topk: PerHead = 0.5
-    probe: PerHead = 0.0032
+    probe: PerHead = 0.003
     probe_rows: int = 4
     subblocks: tuple[int, int] = (4, 4)
     similarity: PerHead | None = None
