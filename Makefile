@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-OLDEST_TRITON := $(VENV)/triton-oldest
+OLDEST_TRITON := $(VENV)/triton-3.6.0
+TRITONS_BETWEEN := $(VENV)/triton-3.7.1 $(VENV)/triton-3.8.0
 
 .PHONY: test lint types docs drawings tests gpu-tests sanitize demo bench wheel clean
 
@@ -21,10 +22,11 @@ docs: $(VENV)/.dev  # the site, in build/site; a link that leads nowhere is an e
 drawings: $(VENV)/.dev
 	$(BIN)/python docs/drawings.py
 
-tests: $(VENV)/.dev $(OLDEST_TRITON)
+tests: $(VENV)/.dev $(OLDEST_TRITON) $(TRITONS_BETWEEN)
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py tests/test_budget.py tests/test_ring.py -k "triton or packed"  # GPU kernels, on the CPU
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest tests/test_triton_compilation.py tests/test_hopper_compilation.py -m "not every_format"
+	for triton in $(TRITONS_BETWEEN); do PYTHONPATH=$$triton $(BIN)/python -m pytest tests/test_hopper_compilation.py -k compiles || exit 1; done
 
 gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, share the compilation: --shard 0/20, 1/20, ...
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_hopper.py tests/test_budget.py tests/test_parity.py tests/test_ring.py -k "gpu or hopper or triton or packed"
@@ -41,8 +43,8 @@ demo: $(VENV)/.demo
 bench: $(VENV)/.demo
 	$(BIN)/sparge bench
 
-$(OLDEST_TRITON): $(VENV)/bin/python  # beside the newest, which the environment holds
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
+$(VENV)/triton-%: $(VENV)/bin/python  # beside the newest, which the environment holds
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
