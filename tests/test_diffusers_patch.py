@@ -45,6 +45,21 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[sparge.SparseConfig]:
     return seen
 
 
+def test_a_model_of_transformers_beside_one_of_diffusers_is_said_to_be_left_alone() -> None:
+    import small_models
+
+    both = torch.nn.ModuleDict({"text": small_models.built(small_models.llama), "video": WAN.built()})
+    plan = sparge.patch(both, dry_run=True)
+    assert {layer.action for layer in plan.layers if layer.name.startswith("video.")} == {"sparse", "left alone"}
+    text = [layer for layer in plan.layers if layer.name.startswith("text.")]
+    assert len(text) == 2
+    assert all(layer.action == "left alone" and "patch it by itself" in layer.why for layer in text)
+    with pytest.warns(sparge.DenseAttentionWarning, match="patch it by itself"):
+        sparge.patch(both)
+    assert both["text"].config._attn_implementation == "sdpa"
+    sparge.unpatch(both)
+
+
 def state(model: Any) -> dict[str, Any]:
     """The attributes of every module and processor by name, and its hooks."""
     kept: dict[str, Any] = {}

@@ -88,6 +88,55 @@ def test_as_a_context_manager(configs: list[Any]) -> None:
     assert not configs
 
 
+def test_a_patch_that_was_taken_away_is_not_entered_again() -> None:
+    model = built(small.llama)
+    patch = sparge.patch(model)
+    with patch:
+        pass
+    with refused(ValueError, "was taken away", "sparge.patch again"), patch:
+        pass
+
+
+def test_models_that_share_a_config(configs: list[Any]) -> None:
+    first = built(small.llama)
+    second = type(first)(first.config).eval()
+    want = output(second, input_ids=tokens())
+    sparge.patch(first, SPARSE)
+    assert torch.equal(output(second, input_ids=tokens()), want)  # it was not patched
+    assert not configs
+    sparge.patch(second, EXACT)
+    sparge.unpatch(first)
+    output(second, input_ids=tokens())
+    assert configs == [EXACT] * 2
+    sparge.unpatch(second)
+    assert first.config._attn_implementation == "sdpa"
+    assert torch.equal(output(second, input_ids=tokens()), want)
+
+
+def test_models_that_support_no_other_attention_are_left_alone() -> None:
+    """Their layers do not say whether they are causal, which masks for others take for granted."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.SplinterConfig(**sizes, num_attention_heads=4)
+    model, ids = transformers.SplinterModel(config).eval(), tokens() % 60 + 3
+    want = output(model, input_ids=ids)
+    plan = sparge.patch(model, EXACT, dry_run=True)
+    assert {layer.action for layer in plan.layers} == {"left alone"}
+    with pytest.warns(sparge.DenseAttentionWarning, match="supports no other attention"):
+        sparge.patch(model, EXACT)
+    assert torch.equal(output(model, input_ids=ids), want)
+    sparge.unpatch(model)
+    model.set_attn_implementation("sparge")
+    with refused(ValueError, "SplinterConfig", "supports no other attention"):
+        output(model, input_ids=ids)
+
+
+def test_a_part_of_a_model_is_refused_in_a_dry_run_too() -> None:
+    layer = built(small.llama).model.layers[0]
+    for dry_run in (True, False):
+        with refused(TypeError, "pass the whole model"):
+            sparge.patch(layer, dry_run=dry_run)
+
+
 def test_copies_and_pickles_are_patched_on_their_own(configs: list[Any]) -> None:
     model = built(small.llama)
     sparge.patch(model, EXACT)

@@ -196,3 +196,14 @@ def test_compiled_code_stays_dense() -> None:
 def test_wrong_config() -> None:
     with refused(TypeError, "config", "SparseConfig", "str"), sparge.patched("exact"):
         pass
+
+
+def test_autocast_decides_the_number_format() -> None:
+    q = torch.randn(1, 2, 300, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        with sparge.patched(sparge.SparseConfig(rule="topk", topk=1.0, quantization="none")) as calls:
+            got = torch.nn.functional.scaled_dot_product_attention(q, q, q.bfloat16())
+    assert calls.sparse == 1
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)

@@ -56,6 +56,15 @@ def refuse_dense_shard(reason: str) -> None:
         raise error
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's number format where it is on, as torch's own attention takes them."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    chosen = torch.get_autocast_dtype(device)
+    return tuple(x.to(chosen) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def refusal(query: Tensor, key: Tensor, value: Tensor, config: SparseConfig, **arguments: Any) -> str | None:
     """Why sparge.attention would not take this call, or None; `arguments` are its own."""
     if not torch.compiler.is_compiling():  # which has stand-ins for tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -15,11 +15,11 @@ from sparge.integrations.diffusers.layers import attention_layers as diffusers_l
 from sparge.integrations.diffusers.models import diffusers_models, is_pipeline, original
 from sparge.integrations.diffusers.steps import Steps
 from sparge.integrations.fallback import DenseAttentionWarning
-from sparge.integrations.layers import SPARSE, DenseLayers, Layer, check_profile, keep_dense
-from sparge.integrations.transformers.attention import SETTINGS
-from sparge.integrations.transformers.interface import ImplementationSwitch, reads_implementation
+from sparge.integrations.layers import ALONE, SPARSE, DenseLayers, Layer, check_profile, keep_dense
+from sparge.integrations.transformers.attention import NAME, SETTINGS
+from sparge.integrations.transformers.interface import ImplementationSwitch, reads_implementation, whole_models
 from sparge.integrations.transformers.layers import attention_layers
-from sparge.integrations.transformers.registration import NAME, register
+from sparge.integrations.transformers.registration import register
 from sparge.profile import Profile
 
 RECORD = "sparge_patch"  # the attribute of a patched model: what takes the patch away; None: nothing was changed
@@ -52,6 +52,9 @@ class Patch:
         self.model, self.plan = model, plan
 
     def __enter__(self) -> Patch:
+        parts = _parts(self.model)
+        if parts and not any(RECORD in vars(part) for part in parts):
+            raise ValueError(f"this patch of {type(self.model).__name__} was taken away; call sparge.patch again.")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,8 +124,12 @@ def patch(
     if by_hooks:
         layers = [one for prefix, part in parts.items() for one in diffusers_layers(part, config, profile, prefix)]
         check_profile(profile, layers, type(model).__name__)
+        if not is_pipeline(model):
+            layers += _beside(model, parts)
     else:
         layers = attention_layers(model, config, profile)
+        if any(layer.settings is not None for layer in layers):
+            whole_models(model)
     plan = Plan(type(model).__name__, tuple(keep_dense(layers, dense_layers)))
     if dry_run:
         return plan
@@ -148,6 +155,13 @@ def unpatch(model: Any) -> None:
         for module in part.modules():
             if SETTINGS in vars(module):
                 delattr(module, SETTINGS)
+
+
+def _beside(model: Any, parts: dict[str, Any]) -> list[Layer]:
+    """Layers of models of transformers in a module that also holds models of diffusers: left alone, and said so."""
+    why = "a model of transformers beside one of diffusers: patch it by itself"
+    own = [one for one in attention_layers(model, None, None) if not any(map(one.name.startswith, parts))]
+    return [replace(one, action=ALONE, why=why, settings=None) for one in own if one.settings is not None]
 
 
 def _switch(model: Any, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from sparge.api import attention
 from sparge.config import SparseConfig
 from sparge.distributed.context import in_block
-from sparge.integrations.fallback import FEW, FEW_ROWS, dense_anyway, refusal, refuse_dense_shard
+from sparge.integrations.fallback import FEW, FEW_ROWS, as_autocast, dense_anyway, refusal, refuse_dense_shard
 from sparge.observe import note_dense
 
 
@@ -43,6 +43,7 @@ class _Block:
         is_causal = arguments["is_causal"]
         reason = _why_dense(query, key, arguments["attn_mask"], is_causal)
         if reason is None:
+            query, key, value = as_autocast(query, key, value)
             if is_causal:  # top-left: keys after the last row are seen by none
                 key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
             operands = (query, key, value, self.config)

@@ -14,7 +14,7 @@ from sparge.config import SparseConfig
 from sparge.distributed.context import context_parallel
 from sparge.integrations.diffusers.order import Layout
 from sparge.integrations.diffusers.running import Forward, RunningLayer, current
-from sparge.integrations.fallback import FEW_ROWS, refusal, refuse_dense_shard, warn_once
+from sparge.integrations.fallback import FEW_ROWS, as_autocast, refusal, refuse_dense_shard, warn_once
 from sparge.integrations.layers import LayerSettings
 from sparge.integrations.torch_sdpa import torch_attention
 from sparge.profile import SETTINGS
@@ -110,6 +110,7 @@ def _sparse(
             return place
         config = _protecting(config, place.text_range(length))
         order = None if forward.in_order else place.order(length, query.device)
+    query, key, value = as_autocast(query, key, value)
     asked = query, key, value
     if layer.attend is not None:
         asked = query.detach(), key.detach(), value.detach()  # only sparge's own attention has no gradients

@@ -14,11 +14,13 @@ from sparge.api import attention
 from sparge.config import SparseConfig
 from sparge.distributed.context import in_block
 from sparge.inputs import Window
-from sparge.integrations.fallback import FEW_ROWS, refusal, refuse_dense_shard, warn_once
+from sparge.integrations.fallback import FEW_ROWS, as_autocast, refusal, refuse_dense_shard, warn_once
 from sparge.integrations.layers import LayerSettings
-from sparge.integrations.transformers.mask import PatternMask
+from sparge.integrations.transformers.interface import implementation_before
+from sparge.integrations.transformers.mask import PatternMask, check_model
 from sparge.visibility import UNBOUNDED, Visibility
 
+NAME = "sparge"  # among transformers' attention implementations
 SETTINGS = "sparge_settings"  # the attribute of a patched layer
 EXACT = SparseConfig(rule="topk", topk=1.0, quantization="none")
 
@@ -68,7 +70,7 @@ def sparge_attention(
             'use attn_implementation="sdpa" or "eager".'
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    settings: LayerSettings = getattr(module, SETTINGS, DEFAULT)
+    settings: LayerSettings = getattr(module, SETTINGS, None) or _settings_by_name(module)
     worth_it = query.shape[2] > FEW_ROWS or in_block()
     if worth_it and settings.config is not None:
         reason = _special(handed_over, dropout)
@@ -83,13 +85,23 @@ def sparge_attention(
     return dense(module, query, key, value, attention_mask, dropout, scaling, causal, more)
 
 
+def _settings_by_name(module: Any) -> LayerSettings:
+    """Of a layer that no patch has touched: the default, unless its config is shared with a patched model's."""
+    config = getattr(module, "config", None)
+    if config is None or torch.compiler.is_compiling():
+        return DEFAULT
+    check_model(type(config))
+    return DEFAULT if implementation_before(config) in (None, NAME) else LayerSettings(None)
+
+
 def _sparse(
     query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float | None, settings: LayerSettings
 ) -> Tensor | str:
     """The output [B, S, H, D], or why not."""
     assert settings.config is not None
     config = EXACT if seen.window is not None and not settings.tuned else settings.config
-    query, key, value = (x.transpose(1, 2) for x in (query, key[:, :, : seen.keys], value[:, :, : seen.keys]))
+    query, key, value = as_autocast(query, key[:, :, : seen.keys], value[:, :, : seen.keys])
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     arguments: dict[str, Any] = {
         "attn_mask": seen.padding, "is_causal": seen.is_causal, "scale": scaling, "enable_gqa": True,
         "window": seen.window, "layout": "BSHD",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -19,14 +21,52 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
     AttentionMaskInterface.register(name, mask)
 
 
+@dataclass
+class _Switched:
+    """A config whose implementation was replaced: what it was, and for how many models that share it."""
+
+    config: weakref.ref[Any]
+    implementation: str
+    models: int = 0
+
+
+_switched: dict[int, _Switched] = {}  # by id: configs compare by value, and must not be written to for this
+
+
+def implementation_before(config: Any) -> str | None:
+    """What a config asked for before models that have it were switched; None if none is."""
+    found = _switched.get(id(config))
+    return None if found is None or found.config() is not config else found.implementation
+
+
+def _switch(config: Any) -> str:
+    """Count one more model of this config; returns what it asked for before the first."""
+    implementation: str = implementation_before(config) or config._attn_implementation
+    if implementation_before(config) is None:
+        number = id(config)
+        gone = weakref.ref(config, lambda _: _switched.pop(number, None))
+        _switched[number] = _Switched(gone, implementation)
+    _switched[id(config)].models += 1
+    return implementation
+
+
+def whole_models(model: Any) -> list[Any]:
+    """The modules whose implementation can be set."""
+    models = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    if not models:
+        raise TypeError(f"{type(model).__name__} is a part of a model of transformers: pass the whole model.")
+    return models
+
+
 class ImplementationSwitch:
-    """A model and its parts switched to one attention implementation, until `restore`; parts can be left out."""
+    """A model and its parts switched to one attention implementation, until `restore`; parts can be left out.
+
+    Models may share a config: it is given back what it asked for when the last of them is restored.
+    """
 
     def __init__(self, model: Any, name: str, left_out: Sequence[Any] = ()) -> None:
-        self.before = [(config, config._attn_implementation) for config in _configs(model)]
-        models = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-        if not models:
-            raise TypeError(f"{type(model).__name__} is a part of a model of transformers: pass the whole model.")
+        models = whole_models(model)
+        self.before = [(config, _switch(config)) for config in _configs(model)]
         for part in models:  # one that is inside another is switched already, which changes nothing
             part.set_attn_implementation(name)
         for config, implementation in self.before:
@@ -35,7 +75,24 @@ class ImplementationSwitch:
 
     def restore(self) -> None:
         for config, implementation in self.before:
+            if implementation_before(config) is not None:  # a copy of a switched model has configs of its own
+                _switched[id(config)].models -= 1
+                if _switched[id(config)].models > 0:
+                    continue
+                del _switched[id(config)]
             config._attn_implementation_internal = implementation  # the public setter would reach into sub-configs
+
+
+def is_model(kind: type) -> bool:
+    return hasattr(kind, "_supports_sdpa")
+
+
+def takes_others(kind: type) -> bool:
+    """Whether a class of models says that its layers are right under other implementations than its own.
+
+    Masks for those leave causal order to the layers, and elsewhere `is_causal` may be missing, or wrong.
+    """
+    return bool(kind._supports_sdpa or getattr(kind, "_supports_attention_backend", False))  # type: ignore[attr-defined]
 
 
 def calls_interface(kind: type) -> bool:

@@ -18,7 +18,13 @@ from sparge.integrations.layers import (
     settings_of,
 )
 from sparge.integrations.transformers.attention import NOBODY
-from sparge.integrations.transformers.interface import calls_interface, forward_words, reads_implementation
+from sparge.integrations.transformers.interface import (
+    calls_interface,
+    forward_words,
+    is_model,
+    reads_implementation,
+    takes_others,
+)
 from sparge.profile import Profile
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -32,12 +38,28 @@ def attention_layers(model: Any, config: SparseConfig | None, profile: Profile |
     """
     modules = list(_attention_modules(model))
     stubborn = {id(module.config): module for _, module in modules if _must_be_left_alone(module)}
-    found = [
-        _layer(name, module, stubborn.get(id(getattr(module, "config", None))), config, profile)
-        for name, module in modules
-    ]
+    models = {name: part for name, part in model.named_modules() if is_model(type(part))}
+    found = []
+    for name, module in modules:
+        owner = _innermost(models, name)
+        if calls_interface(type(module)) and owner is not None and not takes_others(type(owner)):
+            why = f"{type(owner).__name__} supports no other attention than its own"
+            found.append(Layer(name, type(module).__name__, *_sizes(module), ALONE, why, None))
+        else:
+            found.append(_layer(name, module, stubborn.get(id(getattr(module, "config", None))), config, profile))
     check_profile(profile, found, type(model).__name__)
     return found
+
+
+def _innermost(models: dict[str, Any], name: str) -> Any | None:
+    """The model that a module belongs to, of those that may lie inside each other."""
+    around = [prefix for prefix in models if not prefix or f"{name}.".startswith(f"{prefix}.")]
+    return models[max(around, key=len)] if around else None
+
+
+def _sizes(module: Any) -> tuple[int | None, int | None]:
+    """Heads and their channels, where the module or its config says them."""
+    return _number(module, HEAD_COUNTS), _number(module, HEAD_DIMS)
 
 
 def _attention_modules(model: Any) -> Iterator[tuple[str, Any]]:
@@ -61,7 +83,7 @@ def _must_be_left_alone(module: Any) -> bool:
 
 def _layer(name: str, module: Any, stubborn: Any | None, config: SparseConfig | None, profile: Profile | None) -> Layer:
     """`stubborn`: a layer under the same config that must be left alone, and this one with it."""
-    kind, heads, head_dim = type(module).__name__, _number(module, HEAD_COUNTS), _number(module, HEAD_DIMS)
+    kind, (heads, head_dim) = type(module).__name__, _sizes(module)
 
     def layer(action: str, why: str, settings: LayerSettings | None = None) -> Layer:
         return Layer(name, kind, heads, head_dim, action, why, settings)

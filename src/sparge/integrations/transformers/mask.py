@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from sparge.integrations.fallback import FEW_ROWS, constant_when_compiled
-from sparge.integrations.transformers.interface import calls_interface
+from sparge.integrations.transformers.interface import calls_interface, is_model, takes_others
 from sparge.library import is_traced
 from sparge.visibility import UNBOUNDED, Visibility
 
 IN_PLACE = ("__setitem__", "__iand__", "__ior__", "__ixor__")
+
+_followed: set[type] = set()  # configs whose models were found to follow
 
 MaskFunction = Callable[..., Any]
 Sight = tuple[int, int]  # how many keys before and after its own position a row sees
@@ -106,7 +108,7 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
     """The mask function of attn_implementation="sparge", with the arguments of transformers' sdpa_mask."""
     from transformers.masking_utils import sdpa_mask
 
-    _check_reader(type(arguments.get("config")))
+    check_model(type(arguments.get("config")))
     pattern = None if is_traced() else _pattern(arguments)  # a tracer cannot read values
     if pattern is None:
         ordinary: Tensor | None = None if is_traced() and _is_plain(arguments) else sdpa_mask(**arguments)
@@ -121,11 +123,12 @@ def sparge_mask(**arguments: Any) -> Tensor | None:
 
 
 @constant_when_compiled
-def _check_reader(config: type) -> None:
-    """Refuse models that take any implementation's name, but compute attention themselves and cannot read our masks."""
+def check_model(config: type) -> None:
+    """Refuse models that take any implementation's name, but compute attention themselves and cannot read our masks, or
+    go wrong under every other implementation than their own."""
     home = config.__module__.replace("configuration_", "modeling_")
     modeling = sys.modules.get(home)
-    if modeling is None or home == config.__module__:
+    if config in _followed or modeling is None or home == config.__module__:
         return
     defined = [one for one in vars(modeling).values() if isinstance(one, type) and one.__module__ == home]
     layers = [one for one in defined if "Attention" in one.__name__]
@@ -134,6 +137,12 @@ def _check_reader(config: type) -> None:
             f"the model of {config.__name__} computes attention itself, and does not follow an attn_implementation "
             "of sparge: leave it as it is, and try sparge.patched."
         )
+    models = [one for one in defined if is_model(one) and getattr(one, "config_class", None) is config]
+    if models and not any(map(takes_others, models)):
+        raise ValueError(
+            f'the model of {config.__name__} supports no other attention than its own: use attn_implementation="eager".'
+        )
+    _followed.add(config)
 
 
 def sight_of(mask_function: MaskFunction) -> Sight | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 
 from sparge.integrations.after_import import after_import
-from sparge.integrations.transformers.attention import sparge_attention
+from sparge.integrations.transformers.attention import NAME, sparge_attention
 from sparge.integrations.transformers.interface import register_attention
 from sparge.integrations.transformers.mask import sparge_mask
 
-NAME = "sparge"
 HOME = "transformers.modeling_utils"  # where transformers keeps its table of attention functions
 
 
