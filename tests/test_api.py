@@ -429,3 +429,24 @@ def test_packed_settings_are_checked_even_if_every_sequence_is_empty():
         sparge.varlen_attention(q, k, v, *arguments, scale=math.nan)
     with refused(ValueError, "gap", "3 values", "2 heads"):
         sparge.varlen_attention(q, k, v, *arguments, config=SparseConfig(gap=(1.0, 2.0, 3.0)))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "keys", "settings"),
+    [(1, 3000, {}), (1, 3000, {"is_causal": True, "window": (500, 0)}), (1, 700, {"window": (3, 5)}),
+     (64, 64, {"is_causal": True}), (300, 700, {"is_causal": True, "enable_gqa": True}), (500, 400, {})],
+    ids=str,
+)  # fmt: skip
+def test_short_calls_with_padding_are_torchs_own(rows, keys, settings, broken):
+    query = randn(0, 2, 4, rows, 32)
+    key, value = randn(1, 2, 2, 2 if settings.get("enable_gqa") else 4, keys, 32)
+    padding = torch.ones(2, 1, 1, keys, dtype=torch.bool)
+    padding[0, ..., : keys // 3] = False
+    padding[1, ..., -5:] = False  # and with it all that a row of a short window sees
+    if broken:
+        key[0, :, : keys // 3] = value[0, :, : keys // 3] = float("nan")
+    got, stats = sparge.attention(query, key, value, padding, **settings, return_stats=True)
+    want = sparge.attention(query, key, value, padding, **settings, config=EXACT)
+    assert stats.backend == "dense"
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)

@@ -169,7 +169,17 @@ def test_refuses_bad_protected_ranges(protected):
         SparseConfig(protected=protected)
 
 
-@pytest.mark.parametrize("empty", [(10, 5), (7, 7), (-1, -5), (3, 0)])
+@pytest.mark.parametrize("setting", ["gap", "max_error", "threshold"])
+def test_integers_that_no_float_holds(setting):
+    huge, rule = 10**400, ("gap", "threshold")
+    if setting == "gap":
+        assert SparseConfig(rule=rule, gap=huge).gap == float("inf")
+        return
+    with refused(ValueError, setting):
+        SparseConfig(rule=rule, **{setting: huge})
+
+
+@pytest.mark.parametrize("empty", [(10, 5), (7, 7), (-1, -5), (3, 0), (-256, 0)])
 def test_refuses_protected_ranges_that_hold_nothing(empty):
     """(10, 5) can never protect a token: accepting it would be accepting and ignoring it."""
     with refused(ValueError, "protected", repr(empty)):

@@ -249,3 +249,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         made(model="another").save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["p.safetensors"]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_that_no_float_holds_are_refused(tmp_path: Path, sign: int) -> None:
+    with refused(ProfileError, "finite number"):
+        Profile.load(rewritten(tmp_path / "p.safetensors", metrics={"a": sign * 10**400}))

@@ -259,6 +259,21 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
         assert path.read_bytes() == before
 
 
+def test_a_journal_of_other_weights_is_refused(tmp_path: Path) -> None:
+    small = pytest.importorskip("small_models")
+    path, ids = tmp_path / "journal", torch.randint(0, 50, (1, 64))
+    model = small.built(small.llama)
+    config = SparseConfig(rule="topk", topk=0.3, quantization="none")
+    found = tune(model, [ids], config=config, l1=0.3, journal=path)
+    assert tune(model, [ids], config=config, l1=0.3, journal=path) == found
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    with refused(JournalError, "other model"):
+        tune(model, [ids], config=config, l1=0.3, journal=path)
+    with refused(JournalError, "other model"):
+        tune(small.built(small.llama).bfloat16(), [ids], config=config, l1=0.3, journal=path)
+
+
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     tune(two_layers, [0], journal=path)

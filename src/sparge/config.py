@@ -168,20 +168,28 @@ def _numbers(name: str, value: object, low: float, high: float, open_high: bool 
     for number in values:
         if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise TypeError(f"{name} must be a number {inside}, or one per query head, not {value!r}.")
-        if not low <= float(number) <= high or (open_high and number == high):  # NaN fails every comparison
-            raise ValueError(f"{name} must lie {inside}, not {number!r}.")
+        if not low <= _as_float(number) <= high or (open_high and number == high):  # NaN fails every comparison
+            raise ValueError(f"{name} must lie {inside}, not {number!r:.40}.")
     if not values:
         raise ValueError(f"{name} must be a number or one per query head, not an empty sequence.")
-    floats = tuple(float(number) for number in values)
+    floats = tuple(map(_as_float, values))
     return floats[0] if single else floats
+
+
+def _as_float(number: Any) -> float:
+    """Integers that no float holds are infinite."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number above 0, or None, not {value!r}.")
-    if not 0 < float(value) < math.inf:  # NaN fails too
-        raise ValueError(f"{name} must lie above 0, not {value!r}.")
-    return float(value)
+    if not 0 < _as_float(value) < math.inf:  # NaN fails too
+        raise ValueError(f"{name} must lie above 0, not {value!r:.40}.")
+    return _as_float(value)
 
 
 def _pair(name: str, value: object, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
@@ -199,7 +207,9 @@ def _ranges(value: object) -> tuple[tuple[int, int | None], ...]:
         if not good or not (item[1] is None or _is_int(item[1])):
             raise TypeError(f"protected must be a tuple of (start, stop) token ranges, not {value!r}.")
         start, stop = item
-        if stop is not None and start >= stop and (start < 0) == (stop < 0):
-            raise ValueError(f"protected range ({start}, {stop}) holds no token; give start before stop.")
+        if (stop is not None and start >= stop and (start < 0) == (stop < 0)) or (stop == 0 and start < 0):
+            raise ValueError(
+                f"protected range ({start}, {stop}) holds no token; give start before stop, None for the end."
+            )
         ranges.append((start, stop))
     return tuple(ranges)

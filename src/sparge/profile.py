@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -90,8 +91,9 @@ class Profile:
         for text in (self.model, *self.layers, *self.metrics, *self.versions, *self.versions.values()):
             check_name(text)
         for name, value in self.metrics.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ProfileError(f"metric {name} must be a finite number, not {value!r}.")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not -sys.float_info.max <= value <= sys.float_info.max:  # NaN fails too
+                raise ProfileError(f"metric {name} must be a finite number, not {value!r:.40}.")
         for name in self.layers:
             try:
                 self.config_for(name)

@@ -13,6 +13,7 @@ from sparge.config import SparseConfig
 from sparge.inputs import Inputs
 from sparge.redoing import BudgetInTorch
 from sparge.stages import Blocks, Output
+from sparge.visibility import Visibility
 
 # Operations of dense attention, per multiprocessor, from which a sparse call is tried. Below, launching its kernels
 # takes the host about as long as dense attention takes, and only calls that skip much would gain; a graph under
@@ -45,13 +46,13 @@ class DenseBackend(BudgetInTorch):
             return f"tensors are on {query.device.type}"
         if config.quantization != "auto":
             return f"the call asks for {config.quantization}"
-        if inputs.packing is not None or inputs.needs_lse or sight.key_valid is not None:
-            return "packed sequences, LSE and padding need sparge's kernels"
+        if inputs.packing is not None or inputs.needs_lse:
+            return "packed sequences and LSE need sparge's kernels"
         causal = sight.right == 0 and sight.q_len <= sight.k_len
-        if sight.left < sight.k_len or (sight.right < sight.k_len and not causal):
-            return "windows need sparge's kernels"
-        pairs = sight.q_len * sight.k_len
-        if query.device.type == "cpu" and causal and sight.q_len < sight.k_len and pairs > MOST_MASKED_PAIRS:
+        if _bounded(sight) and sight.q_len > 1:
+            return "windows of more than one row need sparge's kernels"
+        masked = sight.key_valid is not None or (query.device.type == "cpu" and sight.q_len < sight.k_len)
+        if causal and masked and query.shape[0] * sight.q_len * sight.k_len > MOST_MASKED_PAIRS:
             return "torch would make a mask of every pair"
         if _worth_predicting(inputs, config) and (query.device.type == "cpu" or not config.keeps_everything):
             return "enough work for sparsity to pay"
@@ -71,8 +72,22 @@ class DenseBackend(BudgetInTorch):
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         inputs = blocks.inputs
         skipped = torch.zeros(inputs.query.shape[:2], dtype=torch.int64, device=inputs.query.device)
-        values = DensePlan.of(inputs).attention(inputs.query, inputs.key, inputs.value)
-        return Output(values, None, skipped)
+        plan, valid = DensePlan.of(inputs), inputs.visibility.key_valid
+        if valid is None:
+            return Output(plan.attention(inputs.query, inputs.key, inputs.value), None, skipped)
+        if inputs.query.device.type == "cpu":  # where a look costs less than copies do, and waits for nobody
+            values = plan.attention_by_mask(inputs.query, inputs.key, inputs.value, inputs.visibility)
+            if bool(values.isfinite().all()):
+                return Output(values, None, skipped)
+        # What is hidden may hold anything, and 0 times NaN is NaN.
+        key, value = (x.masked_fill(~valid[:, None, :, None], 0) for x in (inputs.key, inputs.value))
+        return Output(plan.attention_by_mask(inputs.query, key, value, inputs.visibility), None, skipped)
+
+
+def _bounded(sight: Visibility) -> bool:
+    """Whether a window hides keys that causal order and padding do not."""
+    causal = sight.right == 0 and sight.q_len <= sight.k_len
+    return sight.left < sight.k_len or (sight.right < sight.k_len and not causal)
 
 
 def _worth_predicting(inputs: Inputs, config: SparseConfig) -> bool:
@@ -107,20 +122,36 @@ class DensePlan:
     lower_right: tuple[int, int] | None  # lengths, where causal order is not between equal ones
     scale: float
     grouped: bool
+    keys: slice | None = None  # that a single row's window shows
 
     @classmethod
     def of(cls, inputs: Inputs) -> DensePlan:
-        lengths = (inputs.query.shape[2], inputs.key.shape[2])
-        causal, square = inputs.visibility.right == 0, lengths[0] == lengths[1]
+        lengths, sight = (inputs.query.shape[2], inputs.key.shape[2]), inputs.visibility
+        causal, square, keys = sight.right == 0, lengths[0] == lengths[1], None
+        if _bounded(sight):
+            causal, last = False, sight.offset
+            keys = slice(max(0, last - sight.left), max(0, min(last + sight.right + 1, sight.k_len)))
         return cls(
             _cudnn_takes(inputs) and (square or not causal),
             causal and square,
             lengths if causal and not square else None,
             inputs.scale,
             inputs.group_size > 1,
+            keys,
         )
 
+    def attention_by_mask(self, query: Tensor, key: Tensor, value: Tensor, sight: Visibility) -> Tensor:
+        """With padding; rows that see nothing are 0."""
+        assert sight.key_valid is not None
+        causal = self.causal or self.lower_right is not None
+        whole = range(sight.q_len), range(sight.k_len)
+        seen = sight.pairs(*whole) if causal or self.keys is not None else sight.key_valid[:, None, None, :]
+        values = scaled_dot_product_attention(query, key, value, seen, scale=self.scale, enable_gqa=self.grouped)
+        return torch.where(seen.any(-1, keepdim=True), values, 0.0)
+
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.keys is not None:
+            key, value = key[:, :, self.keys], value[:, :, self.keys]
         if self.cudnn:
             result = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 query, key, value, None, False, 0.0, self.causal, False, scale=self.scale

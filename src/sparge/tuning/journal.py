@@ -14,6 +14,7 @@ from torch import Tensor
 from sparge.tuning.measure import Measurement
 
 MAX_BYTES = 256 << 20  # checked before anything is read
+WEIGHTS_SEEN = 64  # of each tensor of a model
 
 
 class JournalError(ValueError):
@@ -81,6 +82,16 @@ def unpack(value: Any, where: str) -> Measurement:
     if not good:
         raise JournalError(f"the journal's record of {where} is damaged; delete the journal or name another.")
     return Measurement(*parts)
+
+
+def fingerprint(model: Any) -> str:
+    """Of a module's weights: their names, formats and shapes, and a few numbers of each. A function has none."""
+    seen = hashlib.sha256()
+    for name, x in model.state_dict().items() if isinstance(model, torch.nn.Module) else ():
+        few = x.detach().flatten()[:: max(1, x.numel() // WEIGHTS_SEEN)] if isinstance(x, Tensor) else torch.empty(0)
+        seen.update(f"{name}{few.dtype}{tuple(getattr(x, 'shape', ()))}".encode())
+        seen.update(few.cpu().double().numpy().tobytes())
+    return seen.hexdigest()
 
 
 def digest(inputs: Iterable[Any]) -> str:

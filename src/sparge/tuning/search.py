@@ -16,7 +16,7 @@ from sparge.profile import Profile
 from sparge.tuning.choose import within_bound, within_budget
 from sparge.tuning.gradients import sensitivity
 from sparge.tuning.job import OnStep, Search, versions
-from sparge.tuning.journal import Journal, digest
+from sparge.tuning.journal import Journal, digest, fingerprint
 from sparge.tuning.ladder import COARSE, FINE, PV_OFF, PV_THRESHOLDS, Settings, settings_at
 from sparge.tuning.measure import Measurement
 from sparge.tuning.prediction import search_by_prediction
@@ -83,8 +83,8 @@ def tune(
     subject = subject_of(model, name, loss)
     try:
         job = {
-            "model": subject.name, "inputs": digest(inputs), "config": base.encoded, "share": share, "seed": seed,
-            "versions": versions(),
+            "model": subject.name, "weights": fingerprint(model), "inputs": digest(inputs), "config": base.encoded,
+            "share": share, "seed": seed, "versions": versions(),
         }  # fmt: skip
         place = None if journal is None else Path(journal)
         search = Search(subject, list(inputs), base, share, seed, Journal(place, job), on_step or (lambda *_: None))
