@@ -255,3 +255,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_numbers_that_no_float_holds_are_refused(tmp_path: Path, sign: int) -> None:
     with refused(ProfileError, "finite number"):
         Profile.load(rewritten(tmp_path / "p.safetensors", metrics={"a": sign * 10**400}))
+
+
+def test_an_infinite_setting_is_not_saved(tmp_path: Path) -> None:
+    layer = LayerProfile({"gap": (5.0,)}, (0.25,), (0.01,))
+    base = SparseConfig(rule="gap", gap=float("inf"), quantization="none")
+    with refused(ProfileError, "infinite"):
+        Profile("tiny", base, {"layers.1": layer}).save(tmp_path / "p.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -237,7 +237,9 @@ def tune(
     file: Annotated[Path, typer.Argument(help="The profile to write.")],
     l1: Annotated[
         float | None,
-        typer.Option("--l1", help="Relative L1: a bound for every head with --spend head, else what sets one budget. Default: 0.02."),
+        typer.Option(
+            "--l1", help="Relative L1: a bound for every head (--spend head), or what sets one budget. Default: 0.02."
+        ),
     ] = None,
     l2: Annotated[
         float | None, typer.Option("--l2", help="The same with the second stage, which it switches on.")

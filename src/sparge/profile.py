@@ -150,7 +150,12 @@ class Profile:
             "metrics": dict(self.metrics),
             "versions": dict(self.versions),
         }
-        return json.dumps(facts, allow_nan=False)
+        try:
+            return json.dumps(facts, allow_nan=False)
+        except ValueError as error:
+            raise ProfileError(
+                "a setting of its base is infinite, which a file does not hold: name a number."
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -168,9 +168,8 @@ def _show(results: list[VisionResult], about: dict[str, Any], console: Console, 
     console.print(table)
     for result in results:
         if not any(pair.visible for pair in result.pairs):
-            console.print(
-                f"{result.variant.name}: no attention call reached sparge; see --model.", highlight=False, markup=False
-            )
+            none = "no attention call was sparse: all were too short to gain, or none reached sparge (see --model)."
+            console.print(f"{result.variant.name}: {none}", highlight=False, markup=False)
 
 
 def _json(results: list[VisionResult], about: dict[str, Any]) -> str:

@@ -45,6 +45,8 @@ class Request:
 def run_tune(request: Request, as_json: bool) -> int:
     """Tunes, writes, prints; returns the exit code."""
     console = Console(stderr=as_json)
+    if request.out.is_dir():
+        raise ValueError(f"{request.out} is a folder: name the file to write.")
     request.out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after
     texts = _texts(request)
     start = time.perf_counter()

@@ -79,6 +79,8 @@ def tune(
     if share is None:
         share = 1.0 if spend == "prediction" else 0.25
     base = _checked(l1, l2, spend, config, share, inputs)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, not {seed!r}.")
     _check_prediction(spend, of_heads, divergence)
     subject = subject_of(model, name, loss)
     try:
