@@ -246,7 +246,7 @@ def test_an_error_in_the_file_itself_is_not_hidden(tmp_path: Path) -> None:
 
 def test_attention_that_sparge_never_sees_is_said(file: str, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("import numpy\ndef sample(seed):\n    return numpy.zeros((8, 8, 3))\n")
-    assert "none reached sparge" in run(f"{tmp_path / 'plain.py'}:sample").output
+    assert "no attention call was sparse" in run(f"{tmp_path / 'plain.py'}:sample").output
 
 
 def test_without_its_extra_it_is_one_sentence(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
