@@ -48,10 +48,12 @@ class DenseBackend(BudgetInTorch):
             return f"the call asks for {config.quantization}"
         if inputs.packing is not None or inputs.needs_lse:
             return "packed sequences and LSE need sparge's kernels"
-        causal = sight.right == 0 and sight.q_len <= sight.k_len
+        if sight.key_valid is not None and query.device.type != "cpu":
+            return "padding needs sparge's kernels"  # torch may have none but one that keeps every score
         if _bounded(sight) and sight.q_len > 1:
             return "windows of more than one row need sparge's kernels"
-        masked = sight.key_valid is not None or (query.device.type == "cpu" and sight.q_len < sight.k_len)
+        causal = sight.right == 0 and sight.q_len <= sight.k_len
+        masked = query.device.type == "cpu" and (sight.key_valid is not None or sight.q_len < sight.k_len)
         if causal and masked and query.shape[0] * sight.q_len * sight.k_len > MOST_MASKED_PAIRS:
             return "torch would make a mask of every pair"
         if _worth_predicting(inputs, config) and (query.device.type == "cpu" or not config.keeps_everything):
@@ -75,13 +77,11 @@ class DenseBackend(BudgetInTorch):
         plan, valid = DensePlan.of(inputs), inputs.visibility.key_valid
         if valid is None:
             return Output(plan.attention(inputs.query, inputs.key, inputs.value), None, skipped)
-        if inputs.query.device.type == "cpu":  # where a look costs less than copies do, and waits for nobody
-            values = plan.attention_by_mask(inputs.query, inputs.key, inputs.value, inputs.visibility)
-            if bool(values.isfinite().all()):
-                return Output(values, None, skipped)
-        # What is hidden may hold anything, and 0 times NaN is NaN.
-        key, value = (x.masked_fill(~valid[:, None, :, None], 0) for x in (inputs.key, inputs.value))
-        return Output(plan.attention_by_mask(inputs.query, key, value, inputs.visibility), None, skipped)
+        values = plan.attention_by_mask(inputs.query, inputs.key, inputs.value, inputs.visibility)
+        if not values.isfinite().all():  # what is hidden may hold anything, and 0 times NaN is NaN
+            key, value = (x.masked_fill(~valid[:, None, :, None], 0) for x in (inputs.key, inputs.value))
+            values = plan.attention_by_mask(inputs.query, key, value, inputs.visibility)
+        return Output(values, None, skipped)
 
 
 def _bounded(sight: Visibility) -> bool:
