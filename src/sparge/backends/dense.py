@@ -128,7 +128,7 @@ class DensePlan:
     def of(cls, inputs: Inputs) -> DensePlan:
         lengths, sight = (inputs.query.shape[2], inputs.key.shape[2]), inputs.visibility
         causal, square, keys = sight.right == 0, lengths[0] == lengths[1], None
-        if _bounded(sight):
+        if _bounded(sight) and sight.q_len == 1:
             causal, last = False, sight.offset
             keys = slice(max(0, last - sight.left), max(0, min(last + sight.right + 1, sight.k_len)))
         return cls(
