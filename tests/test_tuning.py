@@ -274,6 +274,18 @@ def test_a_journal_of_other_weights_is_refused(tmp_path: Path) -> None:
         tune(small.built(small.llama).bfloat16(), [ids], config=config, l1=0.3, journal=path)
 
 
+def test_settings_per_head_must_fit_the_layers() -> None:
+    config = SparseConfig(rule="gap", gap=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], quantization="none")
+    with refused(ValueError, "gap has 7 values"):
+        tune(two_layers, [0], config=config, l1=0.1)
+
+
+@pytest.mark.parametrize("seed", ["x", 1.0, True])
+def test_a_seed_is_an_integer(seed: Any) -> None:
+    with refused(TypeError, "seed must be an integer"):
+        tune(two_layers, [0], seed=seed)
+
+
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     tune(two_layers, [0], journal=path)

@@ -108,6 +108,7 @@ def _run_measured(search: Search, stage: str, index: int, plan: Plan, gradients:
             exact, heads = exact_output(inputs), inputs.query.shape[1]
             if not exact.isfinite().all():
                 raise ValueError(f"layer {layer!r} gives numbers that are not finite on input {index}: not tuned.")
+            search.base.check_heads(heads)
             tried = plan(layer, heads)
             record = _record(index, layer, counted[layer], tried)
             if record not in journal.records:
