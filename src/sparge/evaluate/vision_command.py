@@ -65,6 +65,7 @@ class VisionResult:
         visible = sum(pair.visible for pair in self.pairs)
         likeness = [pair.ssim for pair in self.pairs]
         gap = self.gap
+        dense, sparse = (median(getattr(pair, f"{way}_seconds") for pair in self.pairs) for way in ("dense", "sparse"))
         return {
             "settings": self.variant.name,
             "seeds": len(self.pairs),
@@ -77,9 +78,9 @@ class VisionResult:
             "loss_change": None if gap is None else gap.change,
             "loss_interval": None if gap is None else gap.interval,
             "skipped": (visible - sum(pair.executed for pair in self.pairs)) / max(1, visible),
-            "dense_seconds": median(pair.dense_seconds for pair in self.pairs),
-            "sparse_seconds": median(pair.sparse_seconds for pair in self.pairs),
-            "speedup": median(pair.dense_seconds / pair.sparse_seconds for pair in self.pairs),
+            "dense_seconds": dense,
+            "sparse_seconds": sparse,
+            "speedup": dense / sparse,
             "by_seed": [
                 {"seed": pair.seed, "psnr": pair.psnr, "ssim": pair.ssim, "dense_seconds": pair.dense_seconds,
                  "sparse_seconds": pair.sparse_seconds, "executed": pair.executed, "visible": pair.visible}
