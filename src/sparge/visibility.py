@@ -41,6 +41,16 @@ class Visibility:
         position = torch.arange(1, self.k_len + 1, dtype=torch.int32, device=self.device)
         return (self.valid_before[:, 1:] == position).sum(1, dtype=torch.int32)
 
+    @property
+    def causal(self) -> bool:
+        """Whether rows see no key after their own position, and all of them stand at one."""
+        return self.right == 0 and self.q_len <= self.k_len
+
+    @property
+    def windowed(self) -> bool:
+        """Whether keys are hidden that causal order and padding would show."""
+        return self.left < self.k_len or (self.right < self.k_len and not self.causal)
+
     def same_as(self, other: object) -> bool:
         """Whether both let every row see the same keys, as far as can be told without a look at the padding."""
         return self is other or (

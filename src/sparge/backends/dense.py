@@ -50,11 +50,10 @@ class DenseBackend(BudgetInTorch):
             return "packed sequences and LSE need sparge's kernels"
         if sight.key_valid is not None and query.device.type != "cpu":
             return "padding needs sparge's kernels"  # torch may have none but one that keeps every score
-        if _bounded(sight) and sight.q_len > 1:
+        if sight.windowed and sight.q_len > 1:
             return "windows of more than one row need sparge's kernels"
-        causal = sight.right == 0 and sight.q_len <= sight.k_len
-        masked = query.device.type == "cpu" and (sight.key_valid is not None or sight.q_len < sight.k_len)
-        if causal and masked and query.shape[0] * sight.q_len * sight.k_len > MOST_MASKED_PAIRS:
+        masks = query.shape[0] if sight.key_valid is not None else int(sight.q_len < sight.k_len)
+        if query.device.type == "cpu" and sight.causal and masks * sight.q_len * sight.k_len > MOST_MASKED_PAIRS:
             return "torch would make a mask of every pair"
         if _worth_predicting(inputs, config) and (query.device.type == "cpu" or not config.keeps_everything):
             return "enough work for sparsity to pay"
@@ -82,12 +81,6 @@ class DenseBackend(BudgetInTorch):
             key, value = (x.masked_fill(~valid[:, None, :, None], 0) for x in (inputs.key, inputs.value))
             values = plan.attention_by_mask(inputs.query, key, value, inputs.visibility)
         return Output(values, None, skipped)
-
-
-def _bounded(sight: Visibility) -> bool:
-    """Whether a window hides keys that causal order and padding do not."""
-    causal = sight.right == 0 and sight.q_len <= sight.k_len
-    return sight.left < sight.k_len or (sight.right < sight.k_len and not causal)
 
 
 def _worth_predicting(inputs: Inputs, config: SparseConfig) -> bool:
@@ -128,7 +121,7 @@ class DensePlan:
     def of(cls, inputs: Inputs) -> DensePlan:
         lengths, sight = (inputs.query.shape[2], inputs.key.shape[2]), inputs.visibility
         causal, square, keys = sight.right == 0, lengths[0] == lengths[1], None
-        if _bounded(sight) and sight.q_len == 1:
+        if sight.windowed and sight.q_len == 1:
             causal, last = False, sight.offset
             keys = slice(max(0, last - sight.left), max(0, min(last + sight.right + 1, sight.k_len)))
         return cls(

@@ -120,8 +120,7 @@ def _seconds(run: Run) -> Seconds:
 def _dense(inputs: Inputs) -> Callable[[], Tensor]:
     """torch's attention; it takes a matrix of every pair where windows or padding leave no other way."""
     query, key, value, sight = inputs.query, inputs.key, inputs.value, inputs.visibility
-    causal = sight.right == 0 and sight.q_len <= sight.k_len
-    if sight.key_valid is None and sight.left >= sight.k_len and (causal or sight.right >= sight.k_len):
+    if sight.key_valid is None and not sight.windowed:
         plan = DensePlan.of(inputs)
         return lambda: plan.attention(query, key, value)
     seen = sight.pairs(range(sight.q_len), range(sight.k_len))
