@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparge.api import attention
 from sparge.config import SparseConfig
-from sparge.integrations.fallback import FEW_ROWS, refusal, warn_once
+from sparge.integrations.fallback import FEW_ROWS, as_autocast, refusal, warn_once
 
 OVERRIDE = "optimized_attention_override"  # where ComfyUI's attention looks for a replacement of itself
 UNDERSTOOD = {"transformer_options", "_inside_attn_wrapper", "scale", "enable_gqa", "low_precision_attention"}
@@ -114,6 +114,7 @@ class Override:
         config = replace(self.config, quantization="none") if exact else self.config
         gqa = bool(more.get("enable_gqa", False))
         arguments: dict[str, Any] = {"scale": more.get("scale"), "enable_gqa": gqa}
+        q, k, v = as_autocast(q, k, v)
         reason = refusal(q, k, v, config, **arguments)
         if reason is not None:
             return reason

@@ -129,7 +129,7 @@ def patch(
     else:
         layers = attention_layers(model, config, profile)
         if any(layer.settings is not None for layer in layers):
-            whole_models(model)
+            whole_models(model)  # which refuses a part of a model, in a dry run too
     plan = Plan(type(model).__name__, tuple(keep_dense(layers, dense_layers)))
     if dry_run:
         return plan
