@@ -13,7 +13,7 @@ from problems import problem
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, reference
-from sparge.backends.hopper import launch_probe
+from sparge.backends.hopper import launch, launch_probe
 from sparge.backends.hopper.launch import CHIP, HopperBackend
 from sparge.backends.triton.launch import TritonBackend
 from sparge.backends.triton.launch_select import shares_of
@@ -38,6 +38,19 @@ def watchdog():
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def any_step(monkeypatch):
+    """Makes whole steps wide where lists are too short for that to pay, or leaves them as they are."""
+    short = launch.WIDE_FROM
+
+    def choose(rng: random.Random) -> None:
+        monkeypatch.setattr(launch, "WIDE_FROM", rng.choice((0, short)))
+        launch._plan.cache_clear()
+
+    yield choose
+    launch._plan.cache_clear()
 
 
 def block_lists(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
@@ -106,13 +119,14 @@ ALL_KERNELS = KERNELS + WIDE_KERNELS + KERNELS_16_BIT
 
 
 @pytest.mark.parametrize(("block", "dim", "quantization"), ALL_KERNELS, ids=str)
-def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, quantization, watchdog):
+def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, quantization, watchdog, any_step):
     rng = random.Random(f"{block} {dim} {quantization}")
     torch.manual_seed(0)
     config = SparseConfig(quantization=quantization, block=block)
     launches = 0
     while launches < LAUNCHES // len(ALL_KERNELS):
         inputs = a_problem(rng, dim)
+        any_step(rng)
         assert HOPPER.unsupported(inputs, config) is None
         blocks = HOPPER.summarize(inputs, config)
         batch, heads, q_len, _ = inputs.query.shape
@@ -162,7 +176,7 @@ def test_the_second_stage_skips_what_the_portable_kernel_skips(block, dim, quant
 
 
 @pytest.mark.parametrize("block", [(128, 64), (192, 64), (256, 128)], ids=str)
-def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog):
+def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog, any_step):
     rng = random.Random(f"packed {block}")
     torch.manual_seed(0)
     for _ in range(40):
@@ -178,6 +192,7 @@ def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog):
         longest, is_causal, needs_lse = (max(q_lens), max(k_lens)), rng.random() < 0.5, rng.random() < 0.5
         inputs = pack_inputs(q, k, v, ends, longest, is_causal, None, None, needs_lse)
         config = SparseConfig(quantization="int8-fp8", block=block, rule="topk", topk=rng.choice((0.3, 1.0)))
+        any_step(rng)
         assert HOPPER.unsupported(inputs, config) is None
         blocks = HOPPER.summarize(inputs, config)
         mask = HOPPER.select(blocks, config)

@@ -27,9 +27,10 @@ ARCH = 90
 def compiled(
     monkeypatch, block, dim: int, is_causal: bool, needs_lse: bool, padded: bool = False,
     quantization: str = "int8-fp8", dtype: torch.dtype = torch.bfloat16, pv_threshold: float | None = None,
+    tokens: int = 1000,
 ) -> aot.Resources:  # fmt: skip
-    query, key, value = (torch.empty(1, 2, 1000, dim, dtype=dtype) for _ in range(3))
-    padding = torch.ones(1, 1, 1, 1000, dtype=torch.bool) if padded else None
+    query, key, value = (torch.empty(1, 2, tokens, dim, dtype=dtype) for _ in range(3))
+    padding = torch.ones(1, 1, 1, tokens, dtype=torch.bool) if padded else None
     inputs = prepare_inputs(query, key, value, padding, is_causal=is_causal, needs_lse=needs_lse)
     return compiled_for(
         monkeypatch, inputs, SparseConfig(quantization=quantization, block=block, pv_threshold=pv_threshold)
@@ -55,19 +56,23 @@ def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resou
     return aot.compile_kernel(kernel, args, kwargs, ARCH)
 
 
+SHORT, LONG = launch.WIDE_FROM - 1, launch.WIDE_FROM
+
+
 @pytest.mark.parametrize(
-    ("block", "dim", "is_causal", "needs_lse"),
-    [((128, 64), 128, True, False), ((128, 64), 64, False, True), ((192, 64), 64, True, False),
-     ((192, 64), 128, True, False), ((256, 128), 96, False, False), ((128, 64), 256, True, False)],
+    ("block", "dim", "is_causal", "needs_lse", "tokens"),
+    [((128, 64), 128, True, False, SHORT), ((128, 64), 64, False, True, SHORT), ((192, 64), 64, True, False, LONG),
+     ((192, 64), 128, True, False, LONG), ((256, 128), 96, False, False, LONG), ((128, 64), 256, True, False, LONG),
+     ((128, 64), 128, True, False, LONG), ((128, 64), 128, False, True, LONG), ((128, 64), 64, False, True, LONG)],
     ids=str,
 )  # fmt: skip
-def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse):
-    resources = compiled(monkeypatch, block, dim, is_causal, needs_lse)
+def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse, tokens):
+    resources = compiled(monkeypatch, block, dim, is_causal, needs_lse, tokens=tokens)
     assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
-    # Each consumer has a short loop for steps that every row sees whole, and a long one for the few that mask.
+    # Each consumer has a loop for whole steps, a short one for the tail, and a long one for the few steps that mask.
     spills, consumers = resources.spills_in_loops("IGMMA", "QGMMA"), 3 if block[0] % 192 == 0 else 2
-    assert len(spills) >= 2 * consumers
-    assert spills[:consumers] == [0] * consumers
+    assert len(spills) == 3 * consumers
+    assert spills[: 2 * consumers] == [0] * (2 * consumers)
     assert "s32.s8.s8" in resources.ptx
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx

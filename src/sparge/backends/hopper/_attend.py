@@ -1,17 +1,17 @@
 """Block-sparse attention for sm_90 in Gluon: int8 scores, e4m3 values.
 
-One producer warp fills a ring of K and V stages by TMA; WGS consumer warpgroups of 64 query rows read them. A step
-takes 128 keys: two 64-key blocks of the tile's list, or one of 128. Lists begin with the blocks that hold hidden keys
-(the diagonal, the end, padding): one loop masks, the other does not. Programs stay on their multiprocessor and draw
-tiles by ticket, so that rows with much work and rows with little even out.
+One producer warp fills a ring of K and V stages by TMA, and looks up what goes with them: which tile is next, where
+keys begin, their scales. WGS consumer warpgroups of 64 query rows read it all from shared memory. Lists begin with the
+blocks that hold hidden keys (the diagonal, the end, padding), which steps of 128 keys mask. Whole steps take 256 keys
+where there are registers for as many scores, since a warpgroup waits several times in each step, else 128; what fills
+none is the tail, in steps of 128. Programs stay on their multiprocessor and draw tiles by ticket, so that rows with
+much work and rows with little even out.
 
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
 nothing. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities should be
 divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory, or,
 with more than 128 channels, in scratch that stays in L2.
-
-Where registers allow it, values are multiplied one step late, while the exponentials of the next are taken.
 
 The second stage asks, block by block, whether some row of the warpgroup has a score near enough to its best; if none
 has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere.
@@ -89,12 +89,15 @@ class Problem:
     SECOND: gl.constexpr
     SKIP_ROWS: gl.constexpr  # that share a count in SKIPPED
     SLACK: gl.constexpr  # how far a score may exceed the row's best, in bits, before that follows; below log2(448) - 8
+    UNITS: gl.constexpr  # of 64 keys in a whole step, 2 or 4; steps that mask, and those of the tail, have 2
+    TAIL: gl.constexpr  # entries that fill no whole step have steps of their own, else they are masked
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
         SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
+        UNITS, TAIL,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
@@ -107,7 +110,7 @@ class Problem:
         self.D, self.DVP, self.WGS, self.BQ, self.BK = map(gl.constexpr, (D, DVP, WGS, BQ, BK))
         self.STAGES, self.CUTS_FIRST, self.PACKED = map(gl.constexpr, (STAGES, CUTS_FIRST, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
-        self.SECOND, self.SKIP_ROWS = map(gl.constexpr, (SECOND, SKIP_ROWS))
+        self.SECOND, self.SKIP_ROWS, self.UNITS, self.TAIL = map(gl.constexpr, (SECOND, SKIP_ROWS, UNITS, TAIL))
 
 
 @aggregate
@@ -115,13 +118,16 @@ class Shared:
     """Shared memory, and a pair of barriers for each thing that is handed over in it."""
 
     q: gl.shared_memory_descriptor  # [2 WGS, 64, D]
-    k: gl.shared_memory_descriptor  # [STAGES, 128, D]
-    v: gl.shared_memory_descriptor  # [2 STAGES, DVP, 64]
+    k: gl.shared_memory_descriptor  # [STAGES, 64 UNITS, D]
+    v: gl.shared_memory_descriptor  # [UNITS STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
     votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
-    ticket: gl.shared_memory_descriptor  # [2, 1]
+    ticket: gl.shared_memory_descriptor  # [6, 1]: two tiles, how long their lists are, how many entries are masked
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
+    scales: gl.shared_memory_descriptor  # [UNITS STAGES, 1]: of the keys of a stage
+    keys: gl.shared_memory_descriptor  # [2 STAGES, 1]: where the two units of a step that masks begin
+    needed: gl.shared_memory_descriptor  # [STAGES, 1]: units that the second stage may not skip
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -131,11 +137,11 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ones, exact, votes, ticket, slots,
+        self, q, k, v, ones, exact, votes, ticket, slots, scales, keys, needed,
         q_full, q_empty, full, empty, ticket_full, ticket_empty,
     ):  # fmt: skip
         self.q, self.k, self.v, self.ones, self.exact, self.ticket, self.slots = q, k, v, ones, exact, ticket, slots
-        self.votes = votes
+        self.votes, self.scales, self.keys, self.needed = votes, scales, keys, needed
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
         self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
 
@@ -209,7 +215,10 @@ def place_of(bh, p):
 
 @aggregate
 class Tile:
-    """Rows that share a list, and the steps that it takes. The first `masked` entries go the slower way."""
+    """Rows that share a list, and the steps that it takes.
+
+    The first `masked` entries go the slower way, `tail` ones that fill no whole step come next.
+    """
 
     at: Place
     slot: gl.tensor  # of its query block among those that have lists
@@ -217,75 +226,83 @@ class Tile:
     lists: gl.tensor
     masked: gl.tensor
     masked_steps: gl.tensor
+    tail: gl.tensor
+    narrow_steps: gl.tensor  # those that mask, and those of the tail
     steps: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, at, slot, first_row, lists, masked, masked_steps, steps):
+    def __init__(self, at, slot, first_row, lists, masked, masked_steps, tail, narrow_steps, steps):
         self.at, self.slot, self.first_row, self.lists = at, slot, first_row, lists
         self.masked, self.masked_steps, self.steps = masked, masked_steps, steps
+        self.tail, self.narrow_steps = tail, narrow_steps
 
 
 @gluon.jit
-def tile_of(ticket, p):
+def place_of_tile(ticket, p):
+    """Its head, the slot of its query block among those that have lists, and its first row."""
     PER_BLOCK: gl.constexpr = p.BQ // (64 * p.WGS)
-    PER_STEP: gl.constexpr = 128 // p.BK
-    LEADING: gl.constexpr = p.BQ // p.BK + 2  # entries that may cut the diagonal or the end; all are visible
     per_head = p.q_blocks * PER_BLOCK
     bh = ticket // per_head
     inside = per_head - 1 - ticket % per_head  # heavy causal rows first
     slot = (bh * p.q_blocks + inside // PER_BLOCK).to(gl.int64)
-    first_row = (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
-    at = place_of(bh, p)
+    return place_of(bh, p), slot, (p.first_block * PER_BLOCK + inside) * (64 * p.WGS)
+
+
+@gluon.jit
+def look_up(ticket, p):
+    """How long a tile's list is, and how many entries from the first on hold hidden keys."""
+    LEADING: gl.constexpr = p.BQ // p.BK + 2  # entries that may cut the diagonal or the end; all are visible
+    at, slot, first_row = place_of_tile(ticket, p)
     count = gl.load(p.COUNTS + slot)
     if p.PACKED:  # a shorter sequence has fewer lists
         count = gl.where(first_row < at.q_len, count, 0)
-    lists = p.LISTS + slot * p.k_blocks
     if p.CUTS_FIRST:
         masked = gl.where(count > 0, gl.load(p.CUTS + slot), 0)
     else:
+        lists = p.LISTS + slot * p.k_blocks
         last_free = gl.maximum(gl.minimum(at.k_len, first_row + (at.k_len - at.q_len) + p.right + 1), 0) // p.BK
         masked = count * 0
         for j in gl.static_range(LEADING):
             here = gl.load(lists + gl.minimum(j, gl.maximum(count - 1, 0)))
             masked += ((here >= last_free) & (j < count)).to(gl.int32)
-    masked += (count - masked) % PER_STEP
-    masked_steps = (masked + PER_STEP - 1) // PER_STEP
-    return Tile(at, slot, first_row, lists, masked, masked_steps, masked_steps + (count - masked) // PER_STEP)
-
-
-@aggregate
-class Step:
-    """Two units of 64 keys: where they begin, their scales, and which the second stage may not skip (1, 2: a, b).
-
-    The second may not be real.
-    """
-
-    a_key: gl.tensor
-    b_key: gl.tensor
-    b_real: gl.tensor
-    a_scale: gl.tensor
-    b_scale: gl.tensor
-    needed: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, a_key, b_key, b_real, a_scale, b_scale, needed):
-        self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
-        self.a_scale, self.b_scale, self.needed = a_scale, b_scale, needed
+    return count, masked
 
 
 @gluon.jit
-def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr):
-    """Where a step's two units begin; the second of an odd masked list repeats the first: not real."""
+def tile_of(ticket, count, masked, p):
+    PER_STEP: gl.constexpr = p.UNITS * UNIT // p.BK
+    PER_NARROW: gl.constexpr = 2 * UNIT // p.BK
+    at, slot, first_row = place_of_tile(ticket, p)
+    odd = (count - masked) % PER_STEP
+    whole = (count - masked) // PER_STEP
+    tail = odd
+    if not p.TAIL:
+        masked += odd
+        tail = count * 0
+    masked_steps = (masked + PER_NARROW - 1) // PER_NARROW
+    narrow_steps = masked_steps + (tail + PER_NARROW - 1) // PER_NARROW
+    lists = p.LISTS + slot * p.k_blocks
+    return Tile(at, slot, first_row, lists, masked, masked_steps, tail, narrow_steps, narrow_steps + whole)
+
+
+@gluon.jit
+def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr, TAIL: gl.constexpr = False):
+    """Where a step's two units begin; the second of an odd masked list, or tail, repeats the first: not real."""
     b_real = step >= 0
     if BK == 128:
         a_key = gl.load(t.lists + step) * BK
         b_key = a_key + UNIT
+    elif TAIL:
+        at = 2 * (step - t.masked_steps)
+        b_real = at + 1 < t.tail
+        a_key = gl.load(t.lists + t.masked + at) * BK
+        b_key = gl.load(t.lists + t.masked + gl.minimum(at + 1, t.tail - 1)) * BK
     elif MASK:
         b_real = 2 * step + 1 < t.masked
         a_key = gl.load(t.lists + 2 * step) * BK
         b_key = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
     else:
-        pair = t.lists + t.masked + 2 * (step - t.masked_steps)
+        pair = t.lists + t.masked + t.tail + 2 * (step - t.narrow_steps)
         a_key = gl.load(pair) * BK
         b_key = gl.load(pair + 1) * BK
     return a_key, b_key, b_real
@@ -303,40 +320,66 @@ def needed_units(t, a_key, b_key, p):
 
 
 @gluon.jit
-def step_of(t, step, p, MASK: gl.constexpr):
-    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
-    scales = p.K_SCALE + (t.at.kv_row * p.padded + t.at.key) // UNIT
-    a_scale = gl.load(scales + a_key // UNIT)
-    b_scale = gl.load(scales + b_key // UNIT)
-    if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
-        a_scale = gl.where(a_scale == 0, 1.0, a_scale)
-        b_scale = gl.where(b_scale == 0, 1.0, b_scale)
-    return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, a_key, b_key, p))
+def wide_keys(t, step, BK: gl.constexpr):
+    """Where the four units of a step without masks begin."""
+    if BK == 128:
+        pair = t.lists + t.masked + t.tail + 2 * (step - t.narrow_steps)
+        a_key = gl.load(pair) * BK
+        c_key = gl.load(pair + 1) * BK
+        return a_key, a_key + UNIT, c_key, c_key + UNIT
+    else:
+        four = t.lists + t.masked + t.tail + 4 * (step - t.narrow_steps)
+        return gl.load(four) * BK, gl.load(four + 1) * BK, gl.load(four + 2) * BK, gl.load(four + 3) * BK
 
 
 # ---- the producer
 
 
 @gluon.jit
-def hand_out(ticket, turn, s):
-    """Tell every consumer which tile is next."""
+def hand_out(ticket, count, masked, turn, s):
+    """Tell every consumer which tile is next, and what was looked up about it."""
     mbarrier.wait(s.ticket_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     set_word(s.ticket, turn & 1, ticket, 1)
+    set_word(s.ticket, 2 + (turn & 1), count, 1)
+    set_word(s.ticket, 4 + (turn & 1), masked, 1)
     mbarrier.arrive(s.ticket_full.index(turn & 1), count=1)
 
 
 @gluon.jit
-def load_step(k_boxes, v_boxes, c, at, a_key, b_key, p, s):
-    """K and V of two units of 64 keys, into a stage that every consumer has left."""
+def scales_of(keys, row, p):
+    """Of two or four units of 64 keys."""
+    a_scale = gl.load(p.K_SCALE + (row + keys[0]) // UNIT)
+    b_scale = gl.load(p.K_SCALE + (row + keys[1]) // UNIT)
+    if len(keys) == 2:
+        return a_scale, b_scale
+    else:
+        c_scale = gl.load(p.K_SCALE + (row + keys[2]) // UNIT)
+        d_scale = gl.load(p.K_SCALE + (row + keys[3]) // UNIT)
+        return a_scale, b_scale, c_scale, d_scale
+
+
+@gluon.jit
+def load_step(k_boxes, v_boxes, c, t, keys, p, s, MASK: gl.constexpr):
+    """K and V of units of 64 keys, and what consumers must know of them, into a stage that every consumer has left."""
     stage, parity = ring(c, p)
     full = s.full.index(stage)
+    row = t.at.kv_row * p.padded + t.at.key
+    scales = scales_of(keys, row, p)
+    needed = needed_units(t, keys[0], keys[1], p)
     mbarrier.wait(s.empty.index(stage), parity ^ 1)
-    mbarrier.expect(full, 2 * UNIT * (p.D + p.DVP))
-    row = at.kv_row * p.padded + at.key
-    load_box(k_boxes, [row + a_key, 0], full, s.k.index(stage).slice(0, UNIT))
-    load_box(k_boxes, [row + b_key, 0], full, s.k.index(stage).slice(UNIT, UNIT))
-    load_box(v_boxes, [at.kv_row * p.DVP, at.key + a_key], full, s.v.index(2 * stage))
-    load_box(v_boxes, [at.kv_row * p.DVP, at.key + b_key], full, s.v.index(2 * stage + 1))
+    for i in gl.static_range(len(keys)):
+        scale = scales[i]
+        if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
+            scale = gl.where(scale == 0, 1.0, scale)
+            set_word(s.keys, 2 * stage + i, keys[i], 1)
+        set_word(s.scales, p.UNITS * stage + i, scale, 1)
+    if p.SECOND:
+        set_word(s.needed, stage, needed, 1)
+    mbarrier.expect(full, len(keys) * UNIT * (p.D + p.DVP))
+    for i in gl.static_range(len(keys)):
+        load_box(k_boxes, [row + keys[i], 0], full, s.k.index(stage).slice(i * UNIT, UNIT))
+    for i in gl.static_range(len(keys)):
+        load_box(v_boxes, [t.at.kv_row * p.DVP, t.at.key + keys[i]], full, s.v.index(p.UNITS * stage + i))
 
 
 @gluon.jit
@@ -345,8 +388,9 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
     turn = 0
     tile = gl.program_id(0)
     while tile < p.tiles:
-        hand_out(tile, turn, s)
-        t = tile_of(tile, p)
+        count, masked = look_up(tile, p)
+        hand_out(tile, count, masked, turn, s)
+        t = tile_of(tile, count, masked, p)
         full = s.q_full.index(turn & 1)
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
@@ -354,15 +398,23 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
             load_box(q_boxes, [t.at.query + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
         for step in range(t.masked_steps):
             a_key, b_key, _ = keys_of(t, step, p.BK, True)
-            load_step(k_boxes, v_boxes, c, t.at, a_key, b_key, p, s)
+            load_step(k_boxes, v_boxes, c, t, (a_key, b_key), p, s, True)
             c += 1
-        for step in range(t.masked_steps, t.steps):
-            a_key, b_key, _ = keys_of(t, step, p.BK, False)
-            load_step(k_boxes, v_boxes, c, t.at, a_key, b_key, p, s)
+        if p.TAIL:
+            for step in range(t.masked_steps, t.narrow_steps):
+                a_key, b_key, _ = keys_of(t, step, p.BK, False, True)
+                load_step(k_boxes, v_boxes, c, t, (a_key, b_key), p, s, False)
+                c += 1
+        for step in range(t.narrow_steps, t.steps):
+            if p.UNITS == 4:
+                load_step(k_boxes, v_boxes, c, t, wide_keys(t, step, p.BK), p, s, False)
+            else:
+                a_key, b_key, _ = keys_of(t, step, p.BK, False)
+                load_step(k_boxes, v_boxes, c, t, (a_key, b_key), p, s, False)
             c += 1
         turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
-    hand_out(END, turn, s)
+    hand_out(END, 0, 0, turn, s)
 
 
 # ---- the consumers
@@ -370,10 +422,13 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
 
 @gluon.jit
 def next_tile(turn, s):
+    """The next tile, how long its list is, and how many of its entries hold hidden keys."""
     mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
     tile = word_of(s.ticket, turn & 1, 4)
+    count = word_of(s.ticket, 2 + (turn & 1), 4)
+    masked = word_of(s.ticket, 4 + (turn & 1), 4)
     mbarrier.arrive(s.ticket_empty.index(turn & 1), count=1)
-    return tile
+    return tile, count, masked
 
 
 @gluon.jit
@@ -438,10 +493,11 @@ def relabelled(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q, stage, s):
-    """Raw scores of a stage's 128 keys, under way."""
+def start_scores(q, stage, s, HALF: gl.constexpr = 0):
+    """Raw scores of 128 of a stage's keys, under way."""
     nothing = gl.zeros([ROWS, 2 * UNIT], gl.int32, SCORES)
-    return warpgroup_mma(q, s.k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    keys = s.k.index(stage).slice(HALF * 2 * UNIT, 2 * UNIT)
+    return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -450,15 +506,6 @@ def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
     return gl.where(top > best + SLACK, top, best)
-
-
-@gluon.jit
-def exponentials(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
-    """Probabilities of two units relative to the rows' best so far, that best, and what shrinks all before."""
-    best_now = followed(a, b, a_factor, b_factor, best, SLACK)
-    a_p = probabilities(a, a_factor, best_now - P_SHIFT)
-    b_p = probabilities(b, b_factor, best_now - P_SHIFT)
-    return a_p, b_p, best_now, gl.exp2(best - best_now)
 
 
 @gluon.constexpr_function
@@ -499,8 +546,8 @@ def start_values(acc, a8, b8, stage, p, s):
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
-    acc = warpgroup_mma(a8, s.v.index(2 * stage).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(b8, s.v.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(a8, s.v.index(p.UNITS * stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(b8, s.v.index(p.UNITS * stage + 1).permute((1, 0)), acc, is_async=True)
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
     if not p.WRITE_LSE:
         SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
@@ -597,8 +644,8 @@ def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, bo
 def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
     """(acc, total) shrunk and with a step's probabilities, and what they weigh."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
-    acc, total = shrunk(acc, total, alpha, p)
     a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+    acc, total = shrunk(acc, total, alpha, p)
     acc, sums = start_values(acc, a8, b8, stage, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p)
@@ -607,14 +654,21 @@ def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
 
 
 @gluon.jit
-def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.constexpr, p, s, MASK: gl.constexpr):
-    """Fold a step, the program's c-th, into (acc, total, best), and wait for it."""
-    stage, parity = ring(c, p)
+def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg: gl.constexpr, p, s, MASK: gl.constexpr,
+              TAIL: gl.constexpr):  # fmt: skip
+    """Fold a step of 128 keys into (acc, total, best), and wait for it; the program's count is c before the tile."""
+    stage, parity = ring(c + step, p)
     mbarrier.wait(s.full.index(stage), parity)
-    a, b = halves(warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),)))
+    raw = start_scores(q, stage, s)
+    a_factor = q_scale * word_of(s.scales, p.UNITS * stage, 4)
+    b_factor = q_scale * word_of(s.scales, p.UNITS * stage + 1, 4)
+    b_real = step >= 0
+    if p.BK == 64:  # the second unit of an odd part of the list repeats the first: it is not real
+        b_real = 2 * (step - (t.masked_steps if TAIL else 0)) + 1 < (t.tail if TAIL else t.masked)
+    a, b = halves(warpgroup_mma_wait(0, deps=(raw,)))
     if MASK:
-        a_hidden = hidden_pairs(t.at, rows, x.a_key, True, p)
-        b_hidden = hidden_pairs(t.at, rows, x.b_key, x.b_real, p)
+        a_hidden = hidden_pairs(t.at, rows, word_of(s.keys, 2 * stage, 4), True, p)
+        b_hidden = hidden_pairs(t.at, rows, word_of(s.keys, 2 * stage + 1, 4), b_real, p)
         a = gl.where(a_hidden, HIDDEN, a)
         b = gl.where(b_hidden, HIDDEN, b)
     if p.SECOND:
@@ -623,9 +677,8 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.
         if MASK:
             a_sees = a_sees & some_shown(a_hidden)
             b_sees = b_sees & some_shown(b_hidden)
-        a_factor, b_factor = q_scale * x.a_scale, q_scale * x.b_scale
         best_now, wanted, idle = wanted_units(
-            a, b, a_factor, b_factor, a_sees, b_sees, best, lam, x.needed, s.votes.index(wg), p.BK
+            a, b, a_factor, b_factor, a_sees, b_sees, best, lam, word_of(s.needed, stage, 4), s.votes.index(wg), p.BK
         )
         skipped += idle
         if wanted != 0:
@@ -637,35 +690,95 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.
             acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
             best = best_now
     else:
-        a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
+        best_now = followed(a, b, a_factor, b_factor, best, p.SLACK)
+        b_shift = gl.where(b_real, -P_SHIFT, float("inf")) if TAIL else -P_SHIFT
+        a_p, b_p = probabilities(a, a_factor, best_now - P_SHIFT), probabilities(b, b_factor, best_now + b_shift)
         if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
             a_p = gl.where(a_hidden, 0.0, a_p)
             b_p = gl.where(b_hidden, 0.0, b_p)
-        acc, total = with_values(acc, total, a_p, b_p, alpha, stage, p, s)
+        acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
         best = best_now
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total, best, skipped
 
 
 @gluon.jit
+def unit_top(raw, factor):
+    """The largest score that a thread holds of each row, [64, 4]: nothing is exchanged."""
+    tops = gl.max(raw.reshape([ROWS, UNIT // 8, 8]), 1)
+    tops = gl.max(tops.reshape([ROWS, 4, 2]), 2)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, tops.type.layout), assert_trivial=True)
+    return tops.to(gl.float32) * gl.expand_dims(factor, 1)
+
+
+@gluon.jit
+def with_sums(sums, x8, p, s, ACC: gl.constexpr):
+    """The rows' sums of a unit's probabilities, under way."""
+    x8 = gl.convert_layout(x8, gl.DotOperandLayout(0, LANES, 4), assert_trivial=True)
+    return warpgroup_mma(x8, s.ones.permute((1, 0)), sums, use_acc=ACC, is_async=True)
+
+
+@gluon.jit
+def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
+    """As fold_step, for 256 keys that every row sees: a step costs more than its keys, so the longer the better."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    stage, parity = ring(c + step, p)
+    mbarrier.wait(s.full.index(stage), parity)
+    ab, cd = start_scores(q, stage, s, 0), start_scores(q, stage, s, 1)
+    first = 4 * stage
+    a_factor, b_factor = q_scale * word_of(s.scales, first, 4), q_scale * word_of(s.scales, first + 1, 4)
+    c_factor, d_factor = q_scale * word_of(s.scales, first + 2, 4), q_scale * word_of(s.scales, first + 3, 4)
+    ab, cd = warpgroup_mma_wait(0, deps=(ab, cd))
+    a_raw, b_raw = halves(ab)
+    c_raw, d_raw = halves(cd)
+    top = gl.maximum(
+        gl.maximum(unit_top(a_raw, a_factor), unit_top(b_raw, b_factor)),
+        gl.maximum(unit_top(c_raw, c_factor), unit_top(d_raw, d_factor)),
+    )
+    top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
+    best_now = gl.where(top > best + p.SLACK, top, best)
+    shift = best_now - P_SHIFT
+    a_p, b_p = probabilities(a_raw, a_factor, shift), probabilities(b_raw, b_factor, shift)
+    c_p, d_p = probabilities(c_raw, c_factor, shift), probabilities(d_raw, d_factor, shift)
+    a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+    c8, d8 = relabelled(c_p.to(gl.float8e4nv), DOT), relabelled(d_p.to(gl.float8e4nv), DOT)
+    acc, total = shrunk(acc, total, gl.exp2(best - best_now), p)
+    acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(b8, s.v.index(first + 1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(c8, s.v.index(first + 2).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(d8, s.v.index(first + 3).permute((1, 0)), acc, is_async=True)
+    sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    if p.WRITE_LSE:
+        sums = lane_sum(a_p) + lane_sum(b_p) + lane_sum(c_p) + lane_sum(d_p)
+    else:
+        sums = with_sums(with_sums(sums, a8, p, s, False), b8, p, s, True)
+        sums = with_sums(with_sums(sums, c8, p, s, True), d8, p, s, True)
+    acc, sums = wait_values(acc, sums, p)
+    mbarrier.arrive(s.empty.index(stage), count=1)
+    return acc, total + sums, best_now
+
+
+@gluon.jit
 def fold_steps(acc, total, best, base, skipped, q, rows, q_scale, lam, t, first, last, c, wg: gl.constexpr, p, s,
-               MASK: gl.constexpr):  # fmt: skip
+               MASK: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
     What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    WIDE: gl.constexpr = p.UNITS == 4 and not MASK and not TAIL
+    LEAP: gl.constexpr = PROMOTE // 2 if WIDE else PROMOTE
     if first < last:
-        x = step_of(t, first, p, MASK)
         begin = first
         while begin < last:
-            end = gl.minimum(begin + PROMOTE, last)
+            end = gl.minimum(begin + LEAP, last)
             for step in range(begin, end):
-                following = step_of(t, gl.minimum(step + 1, last - 1), p, MASK)  # on its way while this one is folded
-                acc, total, best, skipped = fold_step(
-                    acc, total, best, skipped, q, rows, q_scale, lam, x, c + step, t, wg, p, s, MASK
-                )
-                x = following
+                if WIDE:
+                    acc, total, best = fold_wide_step(acc, total, best, q, q_scale, step, c, p, s)
+                else:
+                    acc, total, best, skipped = fold_step(
+                        acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg, p, s, MASK, TAIL
+                    )
             if begin > 0:
                 acc = promoted(acc, best, base, wg, p, s)
             if end < t.steps:
@@ -674,104 +787,6 @@ def fold_steps(acc, total, best, base, skipped, q, rows, q_scale, lam, t, first,
                 base = best
             begin = end
     return acc, total, best, base, skipped
-
-
-@gluon.jit
-def packed(x):
-    """e4m3, four to a register: the first of four integers holds them."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 y<2>; cvt.rn.satfinite.e4m3x2.f32 y0, $5, $4; cvt.rn.satfinite.e4m3x2.f32 y1, $7, $6; "
-        "mov.b32 $0, {y0, y1}; }",
-        "=r,=r,=r,=r,f,f,f,f", [x], dtype=gl.int32, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def unpacked(x):
-    x8 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4)
-    return x8.to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def softmax_step(raw, x, best, q_scale, p):
-    """Probabilities of a step as operands to be, its rows' exact sums if they are asked for, best, and what shrinks."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
-    a, b = halves(raw)
-    a_p, b_p, best_now, alpha = exponentials(a, b, q_scale * x.a_scale, q_scale * x.b_scale, best, p.SLACK)
-    lanes = gl.zeros([ROWS, 8], gl.float32, LANES)
-    if p.WRITE_LSE:
-        lanes = lane_sum(a_p) + lane_sum(b_p)
-    return relabelled(a_p, DOT), relabelled(b_p, DOT), lanes, best_now, alpha
-
-
-@gluon.jit
-def wait_values_with(acc, sums, a_p, b_p, p):
-    """The values, and the next step's probabilities with them: else the assembler takes those after the wait."""
-    if p.WRITE_LSE:
-        acc, a_p, b_p = warpgroup_mma_wait(0, deps=(acc, a_p, b_p))
-    else:
-        acc, sums, a_p, b_p = warpgroup_mma_wait(0, deps=(acc, sums, a_p, b_p))
-    return acc, sums, a_p, b_p
-
-
-@gluon.jit
-def fold_late(acc, total, best, base, q, q_scale, t, first, last, c, wg: gl.constexpr, p, s):
-    """As fold_steps, for steps without masks: the values of each are multiplied under the next one's exponentials.
-
-    The assembler runs products one after another unless probabilities stay floats until the values' product has ended,
-    are carried around the loop as words, and sums shrink while nothing is under way.
-    """
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    PENDING: gl.constexpr = 2 if p.WRITE_LSE else 4
-    if first < last:
-        x = step_of(t, first, p, False)
-        stage, parity = ring(c + first, p)
-        mbarrier.wait(s.full.index(stage), parity)
-        raw = warpgroup_mma_wait(0, deps=(start_scores(q, stage, s),))
-        following = step_of(t, gl.minimum(first + 1, last - 1), p, False)
-        a_p, b_p, lanes, best, alpha = softmax_step(raw, x, best, q_scale, p)
-        a8, b8 = packed(a_p), packed(b_p)
-        acc, total = shrunk(acc, total, alpha, p)
-        total += lanes
-        x = following
-        stage, parity = ring(c + gl.minimum(first + 1, last - 1), p)
-        mbarrier.wait(s.full.index(stage), parity)
-        some_exact = first > 0
-        begin = first + 1
-        while begin < last:
-            end = gl.minimum(begin + PROMOTE, last)
-            for step in range(begin, end):
-                following = step_of(t, gl.minimum(step + 1, last - 1), p, False)
-                stage, _ = ring(c + step, p)
-                before, _ = ring(c + step - 1, p)
-                raw = start_scores(q, stage, s)
-                acc, sums = start_values(acc, unpacked(a8), unpacked(b8), before, p, s)
-                raw = warpgroup_mma_wait(PENDING, deps=(raw,))
-                a_p, b_p, lanes, best, alpha = softmax_step(raw, x, best, q_scale, p)
-                # Its loop also keeps the assembler from waiting for the values before the exponentials.
-                later, parity = ring(c + gl.minimum(step + 1, last - 1), p)
-                mbarrier.wait(s.full.index(later), parity)
-                acc, sums, a_p, b_p = wait_values_with(acc, sums, a_p, b_p, p)
-                a8, b8 = packed(a_p), packed(b_p)
-                mbarrier.arrive(s.empty.index(before), count=1)
-                acc, total = shrunk(acc, total + sums, alpha, p)
-                total += lanes
-                x = following
-            if some_exact:
-                acc = promoted(acc, best, base, wg, p, s)
-            put_aside(acc, wg, p, s)
-            acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
-            base = best
-            some_exact = end > 0
-            begin = end
-        stage, _ = ring(c + last - 1, p)
-        acc, sums = start_values(acc, unpacked(a8), unpacked(b8), stage, p, s)
-        acc, sums = wait_values(acc, sums, p)
-        mbarrier.arrive(s.empty.index(stage), count=1)
-        total += sums
-        if some_exact:
-            acc = promoted(acc, best, base, wg, p, s)
-    return acc, total, best, base
 
 
 @gluon.jit
@@ -821,15 +836,23 @@ def note_skips(skipped, t, wg: gl.constexpr, p):
 
 
 @gluon.jit
+def queries_again(turn, wg: gl.constexpr, p, s):
+    """A warpgroup's queries, for another loop.
+
+    ptxas would take their address from the loop before even where that loop is passed over: the likeness is hidden.
+    """
+    return s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
+
+
+@gluon.jit
 def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV: gl.constexpr):
     """One warpgroup: its 64 rows of every tile the program draws."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    LATE: gl.constexpr = p.WGS == 2 and p.DVP <= 128 and not p.SECOND  # three have too few registers
     c = 0
     turn = 0
-    tile = next_tile(turn, s)
+    tile, count, masked = next_tile(turn, s)
     while tile >= 0:
-        t = tile_of(tile, p)
+        t = tile_of(tile, count, masked, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=rows < t.at.q_len, other=0.0) * p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
@@ -842,26 +865,26 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg)
         acc, total, best, base, skipped = fold_steps(
-            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, True
+            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, True, False
         )
-        # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
-        q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg)
-        if LATE:
-            acc, total, best, base = fold_late(
-                acc, total, best, base, q, q_scale, t, t.masked_steps, t.steps, c, wg, p, s
-            )
-        else:
+        if p.TAIL:
+            q = queries_again(turn, wg, p, s)
             acc, total, best, base, skipped = fold_steps(
-                acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s,
-                False,
+                acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.narrow_steps, c, wg, p, s,
+                False, True,
             )  # fmt: skip
+        q = queries_again(turn, wg, p, s)
+        acc, total, best, base, skipped = fold_steps(
+            acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.narrow_steps, t.steps, c, wg, p, s,
+            False, False,
+        )  # fmt: skip
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, t, wg, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
         turn += 1
-        tile = next_tile(turn, s)
+        tile, count, masked = next_tile(turn, s)
 
 
 @gluon.jit
@@ -892,28 +915,33 @@ def attend(
     left, right, scale, o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, CUTS_FIRST: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, UNITS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
         SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
+        UNITS, not SECOND,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     # as bits: ptxas 12.8 packs a converted constant wrongly
     ones.store(gl.full([8, UNIT], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], WORDS)
     for i in gl.static_range(2):
         set_word(slots, i, i, 4)
     SUMS: gl.constexpr = [WGS, ROWS, DVP] if DVP <= 128 else [1, 1, 4]
     exact = gl.allocate_shared_memory(gl.float32, SUMS, gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
-        gl.allocate_shared_memory(gl.int8, [STAGES, 2 * UNIT, D], k_boxes.layout),
-        gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, DVP, UNIT], v_boxes.layout),
+        gl.allocate_shared_memory(gl.int8, [STAGES, UNITS * UNIT, D], k_boxes.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [UNITS * STAGES, DVP, UNIT], v_boxes.layout),
         ones, exact, gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
+        gl.allocate_shared_memory(gl.int32, [6, 1], WORDS), slots,
+        gl.allocate_shared_memory(gl.float32, [UNITS * STAGES, 1], WORDS),
+        gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], WORDS),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
     fence_async_shared()

@@ -34,6 +34,8 @@ from sparge.backends.hopper._attend import (
     keys_of,
     lane_sum,
     load_box,
+    look_up,
+    needed_units,
     next_tile,
     note_skips,
     per_lane,
@@ -43,7 +45,6 @@ from sparge.backends.hopper._attend import (
     shrink_code,
     shrink_operands,
     some_shown,
-    step_of,
     tile_of,
     wanted_units,
     word_of,
@@ -61,7 +62,7 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, 1, 1, 64, DVP]
     rows: gl.shared_memory_descriptor  # [WGS, 64, DVP]: on their way out
     votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
-    ticket: gl.shared_memory_descriptor  # [2, 1]
+    ticket: gl.shared_memory_descriptor  # [6, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -78,6 +79,38 @@ class Shared:
         self.ticket, self.slots = ticket, slots
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
         self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
+
+
+@aggregate
+class Step:
+    """Two units of 64 keys: where they begin, their scales, and which the second stage may not skip (1, 2: a, b).
+
+    The second may not be real.
+    """
+
+    a_key: gl.tensor
+    b_key: gl.tensor
+    b_real: gl.tensor
+    a_scale: gl.tensor
+    b_scale: gl.tensor
+    needed: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, a_key, b_key, b_real, a_scale, b_scale, needed):
+        self.a_key, self.b_key, self.b_real = a_key, b_key, b_real
+        self.a_scale, self.b_scale, self.needed = a_scale, b_scale, needed
+
+
+@gluon.jit
+def step_of(t, step, p, MASK: gl.constexpr):
+    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
+    scales = p.K_SCALE + (t.at.kv_row * p.padded + t.at.key) // UNIT
+    a_scale = gl.load(scales + a_key // UNIT)
+    b_scale = gl.load(scales + b_key // UNIT)
+    if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
+        a_scale = gl.where(a_scale == 0, 1.0, a_scale)
+        b_scale = gl.where(b_scale == 0, 1.0, b_scale)
+    return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, a_key, b_key, p))
 
 
 # ---- the producer
@@ -103,12 +136,13 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
     turn = 0
     tile = gl.program_id(0)
     while tile < p.tiles:
-        t = tile_of(tile, p)
+        count, masked = look_up(tile, p)
         wanted = True
         if SOME_HEADS:
-            wanted = gl.load(p.COUNTS + t.slot) >= 0  # else the head stays as it is
+            wanted = count >= 0  # else the head stays as it is
         if wanted:
-            hand_out(tile, turn, s)
+            hand_out(tile, count, masked, turn, s)
+            t = tile_of(tile, count, masked, p)
             batch = t.at.bh // p.heads
             head = t.at.bh % p.heads
             full = s.q_full.index(turn & 1)
@@ -127,7 +161,7 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
                 c += 1
             turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
-    hand_out(END, turn, s)
+    hand_out(END, 0, 0, turn, s)
 
 
 # ---- the consumers
@@ -288,9 +322,9 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 16])
     c = 0
     turn = 0
-    tile = next_tile(turn, s)
+    tile, count, masked = next_tile(turn, s)
     while tile >= 0:
-        t = tile_of(tile, p)
+        t = tile_of(tile, count, masked, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
         if INT8:
@@ -319,7 +353,7 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, t, wg, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)
         turn += 1
-        tile = next_tile(turn, s)
+        tile, count, masked = next_tile(turn, s)
 
 
 @gluon.jit
@@ -349,6 +383,7 @@ def attend(
         heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE, LAMBDA,
         SKIPPED, VALID, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
+        2, False,
     )  # fmt: skip
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):
@@ -359,7 +394,7 @@ def attend(
         gl.allocate_shared_memory(v_boxes.dtype, [2 * STAGES, 1, 1, UNIT, DVP], v_boxes.layout),
         gl.allocate_shared_memory(OUT.dtype.element_ty, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
         gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
+        gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
     fence_async_shared()

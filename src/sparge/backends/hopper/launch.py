@@ -38,6 +38,7 @@ BLOCK_KEYS = (64, 128)
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
 SHARED_BYTES = 227 << 10
 NARROW = 128  # value channels whose float32 sums fit shared memory, and registers of three warpgroups
+WIDE_FROM = 6144  # keys
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -139,9 +140,10 @@ def _plan(
     heads, per_block = size.batch * size.heads, block[0] // (ROWS * warpgroups)
     step = rows_listed_at_once(size)
     registers, at_launch = REGISTERS[warpgroups]
+    units = _units(problem, size, warpgroups, second)
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
-        "STAGES": _stages(size, warpgroups), "CUTS_FIRST": cuts_anywhere(problem),
+        "UNITS": units, "STAGES": _stages(size, warpgroups, units), "CUTS_FIRST": cuts_anywhere(problem),
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "PACKED": problem.packing is not None,
         "SECOND": second, "SLACK": SLACK, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
@@ -161,10 +163,16 @@ def _plan(
     return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))
 
 
-def _stages(size: Sizes, warpgroups: int) -> int:
-    """K and V stages: four if they fit beside two tiles of Q and the float32 sums, else two."""
+def _units(problem: Signature, size: Sizes, warpgroups: int, second: bool) -> int:
+    """Of 64 keys in a whole step: four where registers allow it and lists are long enough to fill such steps."""
+    widest = NARROW // 2 if problem.needs_lse else NARROW  # exact sums of rows keep probabilities in registers
+    return 4 if warpgroups == 2 and size.dvp <= widest and not second and size.k_len >= WIDE_FROM else 2
+
+
+def _stages(size: Sizes, warpgroups: int, units: int) -> int:
+    """K and V stages of so many units: four if they fit beside two tiles of Q and the float32 sums, else two."""
     sums = 4 * size.dvp if size.dvp <= NARROW else 0
-    stage, rest = 2 * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + sums) + 2048
+    stage, rest = units * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + sums) + 2048
     return 4 if 4 * stage + rest <= SHARED_BYTES else 2
 
 
