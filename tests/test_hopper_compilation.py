@@ -24,17 +24,19 @@ from sparge.stages import Output, Redo
 ARCH = 90
 
 
-def compiled(
-    monkeypatch, block, dim: int, is_causal: bool, needs_lse: bool, padded: bool = False,
+def call_of(
+    block, dim: int, is_causal: bool, needs_lse: bool, padded: bool = False,
     quantization: str = "int8-fp8", dtype: torch.dtype = torch.bfloat16, pv_threshold: float | None = None,
     tokens: int = 1000,
-) -> aot.Resources:  # fmt: skip
+) -> tuple[Inputs, SparseConfig]:  # fmt: skip
     query, key, value = (torch.empty(1, 2, tokens, dim, dtype=dtype) for _ in range(3))
     padding = torch.ones(1, 1, 1, tokens, dtype=torch.bool) if padded else None
     inputs = prepare_inputs(query, key, value, padding, is_causal=is_causal, needs_lse=needs_lse)
-    return compiled_for(
-        monkeypatch, inputs, SparseConfig(quantization=quantization, block=block, pv_threshold=pv_threshold)
-    )
+    return inputs, SparseConfig(quantization=quantization, block=block, pv_threshold=pv_threshold)
+
+
+def compiled(monkeypatch, *args, **kwargs) -> aot.Resources:
+    return compiled_for(monkeypatch, *call_of(*args, **kwargs))
 
 
 def pose_as_hopper(monkeypatch) -> None:
@@ -43,7 +45,8 @@ def pose_as_hopper(monkeypatch) -> None:
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
 
 
-def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resources:
+def attend_launch(monkeypatch, inputs: Inputs, config: SparseConfig):
+    """The kernel, its arguments and its constants."""
     pose_as_hopper(monkeypatch)
     backend, noted = launch.HopperBackend(), []
     with aot.recorded_launches(noted):
@@ -53,7 +56,11 @@ def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resou
     kernel, args, kwargs = noted[-1 if config.quantization == "int8-fp8" else -2]
     assert kernel.__name__ == "attend"
     assert "hopper" in kernel.__module__
-    return aot.compile_kernel(kernel, args, kwargs, ARCH)
+    return kernel, args, kwargs
+
+
+def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resources:
+    return aot.compile_kernel(*attend_launch(monkeypatch, inputs, config), ARCH)
 
 
 SHORT, LONG = launch.WIDE_FROM - 1, launch.WIDE_FROM
@@ -77,6 +84,21 @@ def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx
     assert not resources.serialized
+
+
+@pytest.mark.parametrize(
+    ("block", "dim", "needs_lse", "tokens", "pv_threshold", "units"),
+    [((128, 64), 128, False, LONG, None, 4), ((128, 64), 128, False, SHORT, None, 2),
+     ((128, 64), 64, True, LONG, None, 4), ((128, 64), 128, True, LONG, None, 2),
+     ((256, 128), 96, False, LONG, None, 4), ((192, 64), 128, False, LONG, None, 2),
+     ((128, 64), 256, False, LONG, None, 2), ((128, 64), 128, False, LONG, -4.0, 2)],
+    ids=str,
+)  # fmt: skip
+def test_steps_are_wide_where_lists_are_long_and_registers_suffice(
+    monkeypatch, block, dim, needs_lse, tokens, pv_threshold, units
+):
+    call = call_of(block, dim, False, needs_lse, tokens=tokens, pv_threshold=pv_threshold)
+    assert attend_launch(monkeypatch, *call)[2]["UNITS"] == units
 
 
 def test_the_kernel_compiles_for_packed_sequences(monkeypatch):
