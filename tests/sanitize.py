@@ -9,7 +9,7 @@ import torch
 
 import sparge
 from sparge import SparseConfig
-from sparge.backends.hopper.launch import HopperBackend
+from sparge.backends.hopper.launch import WIDE_FROM, HopperBackend
 
 
 def main() -> None:
@@ -31,6 +31,12 @@ def main() -> None:
             ends = [torch.tensor(n, device="cuda") for n in ([0, 70, 200], [0, 130, 333])]
             packed = (x[0].transpose(0, 1) for x in (q, k, v))
             sparge.varlen_attention(*packed, *ends, 130, 203, is_causal, config=config, return_lse=True)
+    config = SparseConfig(quantization="int8-fp8")
+    for tokens in (333, WIDE_FROM + 333):  # steps of 128 keys, and of 256
+        q = torch.randn(1, 4, 200, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, 2, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for is_causal in (False, True):
+            sparge.attention(q, k, v, is_causal=is_causal, enable_gqa=True, config=config)
     torch.cuda.synchronize()
 
 
