@@ -286,26 +286,34 @@ def tile_of(ticket, count, masked, p):
 
 
 @gluon.jit
+def second_is_real(t, step, BK: gl.constexpr, TAIL: gl.constexpr):
+    """Whether a masked or tail step has two units: the second of an odd part of a list repeats the first."""
+    if BK == 128:
+        return step >= 0
+    elif TAIL:
+        return 2 * (step - t.masked_steps) + 1 < t.tail
+    else:
+        return 2 * step + 1 < t.masked
+
+
+@gluon.jit
 def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr, TAIL: gl.constexpr = False):
-    """Where a step's two units begin; the second of an odd masked list, or tail, repeats the first: not real."""
-    b_real = step >= 0
+    """Where a step's two units begin."""
     if BK == 128:
         a_key = gl.load(t.lists + step) * BK
         b_key = a_key + UNIT
     elif TAIL:
         at = 2 * (step - t.masked_steps)
-        b_real = at + 1 < t.tail
         a_key = gl.load(t.lists + t.masked + at) * BK
         b_key = gl.load(t.lists + t.masked + gl.minimum(at + 1, t.tail - 1)) * BK
     elif MASK:
-        b_real = 2 * step + 1 < t.masked
         a_key = gl.load(t.lists + 2 * step) * BK
         b_key = gl.load(t.lists + gl.minimum(2 * step + 1, t.masked - 1)) * BK
     else:
         pair = t.lists + t.masked + t.tail + 2 * (step - t.narrow_steps)
         a_key = gl.load(pair) * BK
         b_key = gl.load(pair + 1) * BK
-    return a_key, b_key, b_real
+    return a_key, b_key
 
 
 @gluon.jit
@@ -397,20 +405,17 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
         for w in gl.static_range(p.WGS):
             load_box(q_boxes, [t.at.query + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
         for step in range(t.masked_steps):
-            a_key, b_key, _ = keys_of(t, step, p.BK, True)
-            load_step(k_boxes, v_boxes, c, t, (a_key, b_key), p, s, True)
+            load_step(k_boxes, v_boxes, c, t, keys_of(t, step, p.BK, True), p, s, True)
             c += 1
         if p.TAIL:
             for step in range(t.masked_steps, t.narrow_steps):
-                a_key, b_key, _ = keys_of(t, step, p.BK, False, True)
-                load_step(k_boxes, v_boxes, c, t, (a_key, b_key), p, s, False)
+                load_step(k_boxes, v_boxes, c, t, keys_of(t, step, p.BK, False, True), p, s, False)
                 c += 1
         for step in range(t.narrow_steps, t.steps):
             if p.UNITS == 4:
                 load_step(k_boxes, v_boxes, c, t, wide_keys(t, step, p.BK), p, s, False)
             else:
-                a_key, b_key, _ = keys_of(t, step, p.BK, False)
-                load_step(k_boxes, v_boxes, c, t, (a_key, b_key), p, s, False)
+                load_step(k_boxes, v_boxes, c, t, keys_of(t, step, p.BK, False), p, s, False)
             c += 1
         turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
@@ -541,6 +546,12 @@ def shrunk(acc, total, alpha, p):
 
 
 @gluon.jit
+def to_sum(x8):
+    """Probabilities as an operand of the product with ones; nothing moves."""
+    return gl.convert_layout(x8, gl.DotOperandLayout(0, LANES, 4), assert_trivial=True)
+
+
+@gluon.jit
 def start_values(acc, a8, b8, stage, p, s):
     """acc + P V of a stage's two units, and their rows' sums, under way.
 
@@ -550,10 +561,8 @@ def start_values(acc, a8, b8, stage, p, s):
     acc = warpgroup_mma(b8, s.v.index(p.UNITS * stage + 1).permute((1, 0)), acc, is_async=True)
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
     if not p.WRITE_LSE:
-        SUMMED: gl.constexpr = gl.DotOperandLayout(0, LANES, 4)
         ones = s.ones.permute((1, 0))
-        a8 = gl.convert_layout(a8, SUMMED, assert_trivial=True)
-        b8 = gl.convert_layout(b8, SUMMED, assert_trivial=True)
+        a8, b8 = to_sum(a8), to_sum(b8)
         sums = warpgroup_mma(a8, ones, sums, use_acc=False, is_async=True)
         sums = warpgroup_mma(b8, ones, sums, is_async=True)
     return acc, sums
@@ -662,9 +671,7 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg: 
     raw = start_scores(q, stage, s)
     a_factor = q_scale * word_of(s.scales, p.UNITS * stage, 4)
     b_factor = q_scale * word_of(s.scales, p.UNITS * stage + 1, 4)
-    b_real = step >= 0
-    if p.BK == 64:  # the second unit of an odd part of the list repeats the first: it is not real
-        b_real = 2 * (step - (t.masked_steps if TAIL else 0)) + 1 < (t.tail if TAIL else t.masked)
+    b_real = second_is_real(t, step, p.BK, TAIL)
     a, b = halves(warpgroup_mma_wait(0, deps=(raw,)))
     if MASK:
         a_hidden = hidden_pairs(t.at, rows, word_of(s.keys, 2 * stage, 4), True, p)
@@ -704,18 +711,11 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg: 
 
 @gluon.jit
 def unit_top(raw, factor):
-    """The largest score that a thread holds of each row, [64, 4]: nothing is exchanged."""
+    """The largest score that a thread holds of each row, [64, 4]: as lane_max, with one number per row to scale."""
     tops = gl.max(raw.reshape([ROWS, UNIT // 8, 8]), 1)
     tops = gl.max(tops.reshape([ROWS, 4, 2]), 2)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, tops.type.layout), assert_trivial=True)
     return tops.to(gl.float32) * gl.expand_dims(factor, 1)
-
-
-@gluon.jit
-def with_sums(sums, x8, p, s, ACC: gl.constexpr):
-    """The rows' sums of a unit's probabilities, under way."""
-    x8 = gl.convert_layout(x8, gl.DotOperandLayout(0, LANES, 4), assert_trivial=True)
-    return warpgroup_mma(x8, s.ones.permute((1, 0)), sums, use_acc=ACC, is_async=True)
 
 
 @gluon.jit
@@ -751,8 +751,11 @@ def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p) + lane_sum(c_p) + lane_sum(d_p)
     else:
-        sums = with_sums(with_sums(sums, a8, p, s, False), b8, p, s, True)
-        sums = with_sums(with_sums(sums, c8, p, s, True), d8, p, s, True)
+        ones = s.ones.permute((1, 0))
+        sums = warpgroup_mma(to_sum(a8), ones, sums, use_acc=False, is_async=True)
+        sums = warpgroup_mma(to_sum(b8), ones, sums, is_async=True)
+        sums = warpgroup_mma(to_sum(c8), ones, sums, is_async=True)
+        sums = warpgroup_mma(to_sum(d8), ones, sums, is_async=True)
     acc, sums = wait_values(acc, sums, p)
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total + sums, best_now
@@ -768,7 +771,7 @@ def fold_steps(acc, total, best, base, skipped, q, rows, q_scale, lam, t, first,
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     WIDE: gl.constexpr = p.UNITS == 4 and not MASK and not TAIL
     LEAP: gl.constexpr = PROMOTE // 2 if WIDE else PROMOTE
-    if first < last:
+    if first < last:  # says nothing new, but the machine code that was timed is the one with it
         begin = first
         while begin < last:
             end = gl.minimum(begin + LEAP, last)

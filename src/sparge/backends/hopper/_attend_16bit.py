@@ -40,14 +40,15 @@ from sparge.backends.hopper._attend import (
     note_skips,
     per_lane,
     probabilities,
+    queries_again,
     ring,
+    second_is_real,
     set_word,
     shrink_code,
     shrink_operands,
     some_shown,
     tile_of,
     wanted_units,
-    word_of,
 )
 
 SLACK = gl.constexpr(8.0)  # bits that a score may exceed the row's best by before that follows: 2^8 is small in 16 bits
@@ -103,13 +104,14 @@ class Step:
 
 @gluon.jit
 def step_of(t, step, p, MASK: gl.constexpr):
-    a_key, b_key, b_real = keys_of(t, step, p.BK, MASK)
+    a_key, b_key = keys_of(t, step, p.BK, MASK)
     scales = p.K_SCALE + (t.at.kv_row * p.padded + t.at.key) // UNIT
     a_scale = gl.load(scales + a_key // UNIT)
     b_scale = gl.load(scales + b_key // UNIT)
     if MASK:  # keys of scale 0 are 0 at any scale, but what hides them must stay below every score
         a_scale = gl.where(a_scale == 0, 1.0, a_scale)
         b_scale = gl.where(b_scale == 0, 1.0, b_scale)
+    b_real = second_is_real(t, step, p.BK, False)  # read where steps mask
     return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, a_key, b_key, p))
 
 
@@ -152,11 +154,11 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
                 load_box(q_boxes, [batch, head, t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
             kv_head = head // p.group
             for step in range(t.masked_steps):
-                a_key, b_key, _ = keys_of(t, step, p.BK, True)
+                a_key, b_key = keys_of(t, step, p.BK, True)
                 load_step(k_boxes, v_boxes, c, batch, kv_head, a_key, b_key, STAGE_BYTES, p, s)
                 c += 1
             for step in range(t.masked_steps, t.steps):
-                a_key, b_key, _ = keys_of(t, step, p.BK, False)
+                a_key, b_key = keys_of(t, step, p.BK, False)
                 load_step(k_boxes, v_boxes, c, batch, kv_head, a_key, b_key, STAGE_BYTES, p, s)
                 c += 1
             turn += 1
@@ -342,8 +344,7 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         acc, total, best, skipped = fold_steps(
             acc, total, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, INT8, True
         )
-        # ptxas would take this address from the loop above even where that loop is passed over: hide the likeness.
-        q = s.q.index(word_of(s.slots, turn & 1, 4) * p.WGS + wg).reshape([ROWS, p.D])
+        q = queries_again(turn, wg, p, s).reshape([ROWS, p.D])
         acc, total, best, skipped = fold_steps(
             acc, total, best, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.steps, c, wg, p, s, INT8, False
         )
