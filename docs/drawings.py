@@ -79,7 +79,7 @@ def draw_speeds(folder: Path) -> list[Path]:
     axes.legend(fontsize=7)
     paths = [_save(figure, folder / "speed_cpu.png")]
 
-    measured = json.loads((RESULTS / "gpu_h200_hopper.json").read_text())["rows"]
+    measured = json.loads((RESULTS / "gpu_h200_bars.json").read_text())["rows"]
     bars = {_label(row["case"], row["skipped"]): _ratio(row) for row in measured if row["outcome"] == "measured"}
     figure, axes = pyplot.subplots(figsize=(7.5, 4.6), layout="constrained")
     axes.barh(list(bars)[::-1], list(bars.values())[::-1], color="#1f5fbf", height=0.65)

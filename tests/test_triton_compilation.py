@@ -106,15 +106,24 @@ def test_selection_fits_with_every_rule(monkeypatch, arch, dim, subblocks):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_the_probe_compiles_and_fits(monkeypatch, arch, dim):
-    (built,) = compile_all(monkeypatch, arch, SparseConfig(rule="probe", quantization="none"), dim, only="probe")
-    assert TENSOR_CORE[arch] in built.ptx
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_probe_compiles_and_fits(monkeypatch, arch, dim, quantization):
+    config = SparseConfig(rule="probe", quantization=quantization)
+    (built,) = compile_all(monkeypatch, arch, config, dim, only="probe")
+    assert (TENSOR_CORE[arch] if quantization == "none" or arch != 100 else "mma.sync") in built.ptx  # slow there
+
+
+@pytest.mark.parametrize(("arch", "block"), [(80, (64, 32)), (120, (64, 32)), (89, (256, 128)), (90, (256, 128))])
+def test_the_probe_of_other_blocks_compiles_and_fits(monkeypatch, arch, block):
+    compile_all(monkeypatch, arch, SparseConfig(rule="probe", quantization="int8", block=block), 64, only="probe")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_the_probe_of_many_rows_compiles_and_fits(monkeypatch, dim):
+@pytest.mark.parametrize("quantization", ["none", "int8-fp8"])
+def test_the_probe_of_many_rows_compiles_and_fits(monkeypatch, dim, quantization):
     monkeypatch.setattr(plans, "probe_sizes", lambda *known: sizes.probe_sizes(*known[:-1], 1 << 20))
-    (built,) = compile_all(monkeypatch, 90, SparseConfig(rule="probe", quantization="none"), dim, only="probe")
+    config = SparseConfig(rule="probe", quantization=quantization)
+    (built,) = compile_all(monkeypatch, 90, config, dim, only="probe")
     assert TENSOR_CORE[90] in built.ptx
 
 

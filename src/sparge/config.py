@@ -35,9 +35,9 @@ class SparseConfig:
     topk          "topk": keep this share of the visible blocks; each of several sub-rows claims its own,
                   so that less is skipped than with subblocks=(1, n)
     probe         "probe": keep a block whose share of the query block's attention exceeds this, as estimated half
-                  from predicted scores and half from a few rows computed exactly; beyond 8,192 keys the share
-                  asked for falls with the square root of their number
-    probe_rows    how many rows of each query block are computed for that: 1, 2, 4 or 8
+                  from predicted scores and half from a few rows scored against every key; beyond 8,192 keys the
+                  share asked for falls with the square root of their number
+    probe_rows    how many rows of each query block are scored for that: 1, 2, 4 or 8
     subblocks     (rows, keys) sub-means per block that scores are made from; (1, 1) is the paper
     similarity    self-similarity (theta) under which a block is never judged by its mean; None: off
     pv_threshold  second stage: skip P V of 64 rows whose best new score lies this far below their

@@ -16,7 +16,17 @@ from sparge import quantization as fmt
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs
-from sparge.probing import SHARE_DTYPE, probe_positions, probe_scores, probe_shares, share_asked, with_blocks_before
+from sparge.probing import (
+    SHARE_DTYPE,
+    best_of_groups,
+    keys_to_probe,
+    probe_positions,
+    probe_scores,
+    probe_shares,
+    rows_to_probe,
+    share_asked,
+    with_blocks_before,
+)
 from sparge.quantization import Quantized
 from sparge.selection import apply_rules, claimed_by_share
 from sparge.stages import Blocks, Output
@@ -177,7 +187,7 @@ def select(blocks: Blocks, config: SparseConfig) -> BlockMask:
     if config.keeps_everything:
         return everything
     if "probe" in config.rule and blocks.probed is None:
-        blocks = replace(blocks, probed=probe(blocks.inputs, config))
+        blocks = replace(blocks, probed=probe(blocks, config))
     keep = _predicted(blocks, config) | _always_kept(blocks, config)
     return everything & BlockMask.from_dense(keep, sight.q_len, sight.k_len, config.block, sight)
 
@@ -226,8 +236,9 @@ def block_scores(blocks: Blocks, first: int, last: int) -> Tensor:
     return pooled.reshape(batch, heads, q_blocks, a, k_blocks)
 
 
-def probe(inputs: Inputs, config: SparseConfig) -> Tensor:
+def probe(blocks: Blocks, config: SparseConfig) -> Tensor:
     """What a few rows of each query block attend to: `Blocks.probed`."""
+    inputs = blocks.inputs
     batch, heads, q_len, _ = inputs.query.shape
     k_len = inputs.key.shape[2]
     rows = probe_positions(q_len, config.block[0], config.probe_rows, inputs.key.device)
@@ -235,27 +246,32 @@ def probe(inputs: Inputs, config: SparseConfig) -> Tensor:
     probed = torch.zeros(shape, dtype=SHARE_DTYPE, device=inputs.key.device)
     for head in range(inputs.key.shape[1]):  # one after the other: the more rows a product has, the faster it is
         group = slice(head * inputs.group_size, (head + 1) * inputs.group_size)
-        _probe_head(inputs, config, rows, slice(head, head + 1), group, probed[:, group])
+        _probe_head(blocks, config, rows, slice(head, head + 1), group, probed[:, group])
     probed[:, :, 0] = probed[:, :, 1]  # nothing stands before the first block
     return probed
 
 
 def _probe_head(
-    inputs: Inputs, config: SparseConfig, rows: Tensor, key_head: slice, group: slice, probed: Tensor
+    blocks: Blocks, config: SparseConfig, rows: Tensor, key_head: slice, group: slice, probed: Tensor
 ) -> None:
     """Fills what the query heads of one key head attend to."""
-    sight, key = inputs.visibility, inputs.key[:, key_head].to(torch.bfloat16).float()
-    q_len, k_len = inputs.query.shape[2], key.shape[2]
+    sight, (block_rows, block_keys) = blocks.inputs.visibility, config.block
+    q_len, k_len = blocks.inputs.query.shape[2], blocks.inputs.key.shape[2]
+    key, key_scale = keys_to_probe(blocks, slice(0, k_len), key_head)
+    key = key.float()
     step = max(1, PROBED_AT_ONCE // (probed.shape[0] * probed.shape[1] * config.probe_rows * k_len))
     for first in range(0, len(rows), step):
-        top, bottom = first * config.block[0], min((first + step) * config.block[0], q_len) - 1
+        top, bottom = first * block_rows, min((first + step) * block_rows, q_len) - 1
         stop = min(k_len, bottom + sight.offset + sight.right + 1)
         if stop <= 0:
             continue  # no row sees any key
         some, free = rows[first : first + step].flatten(), min(stop, sight.keys_seen_from(top, bottom))
-        query = inputs.query[:, group][:, :, some].to(torch.bfloat16).float()
-        scores = probe_scores(query, key[:, :, :stop], inputs.scale, sight, some, range(stop), free)
-        part = probe_shares(scores.softmax(-1), config)
+        seen = (key[:, :, :stop], None if key_scale is None else key_scale[:, :, :stop])
+        scores = probe_scores(
+            rows_to_probe(blocks, some, group), seen, blocks.inputs.scale, sight, some, range(stop), free
+        )
+        best = best_of_groups(scores, block_keys)
+        part = probe_shares(best.flatten(-2).softmax(-1).view_as(best), config)
         probed[:, :, 1 + first : 1 + first + step, : part.shape[3]] = part
 
 

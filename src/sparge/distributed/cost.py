@@ -112,13 +112,20 @@ def _probe_message(work: Workload, heads: int, shares: Shares) -> float:
     rows, key_blocks = blocks * work.probe_rows, work.tokens // work.block_keys // len(shares)
     told = [blocks + len(coalesced(share)) for share in shares]  # and of what stands before each run of them
     found = sum(_message(heads * of_rank * key_blocks * 2) for of_rank in told) / len(shares)
-    return _message(heads * rows * work.head_dim * 2) + 2 * _message(heads * rows * 4) + found
+    sampled = _message(heads * rows * work.head_dim * 2)
+    if work.quantization != "none":
+        sampled = _message(heads * rows * _rotated(work), heads * rows * 4)
+    return sampled + 2 * _message(heads * rows * 4) + found
+
+
+def _rotated(work: Workload) -> int:
+    """Channels of int8 copies."""
+    return max(MIN_ROTATION, 1 << (work.head_dim - 1).bit_length())
 
 
 def _bytes_per_key(work: Workload) -> float:
     """Key, value, and what their scale comes to."""
     if work.quantization == "none":
         return 2 * work.head_dim * work.element_bytes
-    rotated = max(MIN_ROTATION, 1 << (work.head_dim - 1).bit_length())
     value_bytes = 1 if work.quantization == "int8-fp8" else 2
-    return rotated + work.head_dim * value_bytes + 4 / KEYS_PER_SCALE
+    return _rotated(work) + work.head_dim * value_bytes + 4 / KEYS_PER_SCALE

@@ -16,8 +16,17 @@ from torch import Tensor
 from sparge.config import SparseConfig
 from sparge.distributed.sharding import Interval, Share, Shares
 from sparge.distributed.wire import PROBE, Team
-from sparge.inputs import Inputs
-from sparge.probing import SHARE_DTYPE, probe_positions, probe_scores, probe_shares
+from sparge.probing import (
+    SHARE_DTYPE,
+    Scaled,
+    best_of_groups,
+    keys_to_probe,
+    probe_positions,
+    probe_scores,
+    probe_shares,
+    rows_to_probe,
+)
+from sparge.stages import Blocks
 from sparge.visibility import Visibility
 
 KEYS_AT_ONCE = 1 << 12  # whole blocks of any size
@@ -25,13 +34,13 @@ SCORES_AT_ONCE = 1 << 24  # in float32; about four tensors of that size exist at
 
 
 def probe_in_ring(
-    local: Inputs, rows: Shares, keys: Shares, sight: Visibility, config: SparseConfig, team: Team
+    blocks: Blocks, rows: Shares, keys: Shares, sight: Visibility, config: SparseConfig, team: Team
 ) -> list[Tensor]:
     """`Blocks.probed` over all keys, of each of this rank's runs of rows.
 
-    `local` holds rows[team.rank] and keys[team.rank], aligned to blocks; `sight` is that of the whole sequence.
+    `blocks` are of rows[team.rank] and keys[team.rank], aligned to blocks; `sight` is that of the whole sequence.
     """
-    probe = _gathered_rows(local, rows, keys[team.rank], sight, config, team)
+    probe = _gathered_rows(blocks, rows, keys[team.rank], sight, config, team)
     lse = _over_all_keys(probe.lse_of_own_keys(), rows, config, team)
     return _brought_home(probe.shares(lse), rows, keys, sight.k_len, config, team)
 
@@ -40,9 +49,10 @@ def probe_in_ring(
 class Probe:
     """The sampled rows of all ranks, and this rank's keys."""
 
-    query: Tensor  # bfloat16 [B, Hq, R, D], rank by rank
+    query: Tensor  # bfloat16 [B, Hq, R, D], rank by rank; int8 where attention is
+    query_scale: Tensor | None  # float32 [B, Hq, R], of int8
     rows: Tensor  # int64 [query blocks, rows of each] on the host: where they stand in the whole sequence
-    local: Inputs
+    local: Blocks
     share: Share  # the keys that `local` holds
     sight: Visibility
     config: SparseConfig
@@ -52,7 +62,7 @@ class Probe:
         lse = torch.full(self.query.shape[:3], -torch.inf, device=self.query.device)
         for blocks, _, scores in self._scores():
             some = self._rows_of(blocks)
-            lse[:, :, some] = torch.logaddexp(lse[:, :, some], scores.logsumexp(-1))
+            lse[:, :, some] = torch.logaddexp(lse[:, :, some], scores.flatten(-2).logsumexp(-1))
         return lse
 
     def shares(self, lse: Tensor) -> Tensor:
@@ -60,12 +70,12 @@ class Probe:
         width = _count(self.share, self.config.block[1])
         shares = torch.zeros(*lse.shape[:2], len(self.rows), width, dtype=SHARE_DTYPE, device=lse.device)
         for blocks, column, scores in self._scores():
-            part = probe_shares(scores.sub_(lse[:, :, self._rows_of(blocks), None]).exp_(), self.config)
+            part = probe_shares(scores.sub_(lse[:, :, self._rows_of(blocks), None, None]).exp_(), self.config)
             shares[:, :, blocks, column : column + part.shape[3]] = part
         return shares
 
     def _scores(self) -> Iterator[tuple[slice, int, Tensor]]:
-        """Some query blocks, from which of this rank's key blocks on, and the scores there."""
+        """Some query blocks, from which of this rank's key blocks on, and the best scores of groups there."""
         batch, heads = self.query.shape[:2]
         position = self.rows + self.sight.offset
         for keys, column, key in self._some_keys():
@@ -75,19 +85,21 @@ class Probe:
                 low, high = (int(edge) for edge in position[blocks].aminmax())
                 if keys.start > high + self.sight.right or keys.stop <= low - self.sight.left:
                     continue  # no row sees any
-                query = self.query[:, :, self._rows_of(blocks)].float()
-                rows = self.rows[blocks].flatten().to(key.device)
-                yield blocks, column, probe_scores(query, key, self.local.scale, self.sight, rows, keys)
+                some = self._rows_of(blocks)
+                query = (self.query[:, :, some], None if self.query_scale is None else self.query_scale[:, :, some])
+                rows = self.rows[blocks].flatten().to(self.query.device)
+                scores = probe_scores(query, key, self.local.inputs.scale, self.sight, rows, keys)
+                yield blocks, column, best_of_groups(scores, self.config.block[1])
 
-    def _some_keys(self) -> Iterator[tuple[range, int, Tensor]]:
-        """This rank's keys, some at a time: where in the sequence, from which of its blocks on, rounded to bfloat16."""
+    def _some_keys(self) -> Iterator[tuple[range, int, Scaled]]:
+        """This rank's keys, some at a time: where in the sequence, from which of its blocks on, and what they are."""
         column, before, size = 0, 0, self.config.block[1]
         for start, stop in self.share:
             for first in range(start, stop, KEYS_AT_ONCE):
                 keys = range(first, min(first + KEYS_AT_ONCE, stop))
                 held = slice(before + keys.start - start, before + keys.stop - start)
-                key = self.local.key[:, :, held].to(torch.bfloat16).float()
-                yield keys, column + (first - start) // size, key
+                numbers, scale = keys_to_probe(self.local, held)
+                yield keys, column + (first - start) // size, (numbers.float(), scale)
             column, before = column + _count(((start, stop),), size), before + stop - start
 
     def _rows_of(self, blocks: slice) -> slice:
@@ -96,19 +108,19 @@ class Probe:
 
 
 def _gathered_rows(
-    local: Inputs, rows: Shares, share: Share, sight: Visibility, config: SparseConfig, team: Team
+    local: Blocks, rows: Shares, share: Share, sight: Visibility, config: SparseConfig, team: Team
 ) -> Probe:
-    batch, heads, _, dim = local.query.shape
     standing = [_positions(run, run[0], config) for of_rank in rows for run in of_rank]
     counts = [_count(of_rank, config.block[0]) * config.probe_rows for of_rank in rows]
     own, before = [torch.zeros(0, dtype=torch.int64)], 0
     for start, stop in rows[team.rank]:
         own.append(_positions((start, stop), before, config).flatten())
         before += stop - start
-    mine = local.query[:, :, torch.cat(own).to(local.query.device)].to(torch.bfloat16)
-    arrived = team.gather([mine], [[(batch, heads, count, dim)] for count in counts], PROBE)
-    query = torch.cat([parts[0] for parts in arrived], 2)
-    return Probe(query, torch.cat(standing), local, share, sight, config)
+    mine = [x for x in rows_to_probe(local, torch.cat(own).to(local.inputs.query.device)) if x is not None]
+    shapes = [[(*x.shape[:2], count, *x.shape[3:]) for x in mine] for count in counts]
+    arrived = [torch.cat(parts, 2) for parts in zip(*team.gather(mine, shapes, PROBE), strict=True)]
+    query, *scales = arrived
+    return Probe(query, scales[0] if scales else None, torch.cat(standing), local, share, sight, config)
 
 
 def _positions(run: Interval, first: int, config: SparseConfig) -> Tensor:

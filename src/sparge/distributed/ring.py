@@ -54,7 +54,7 @@ def attend_ring(
     summaries = _gathered_summaries(blocks, keys, team)
     probed: list[Tensor | None] = [None] * len(mine)
     if "probe" in config.rule and not config.keeps_everything:
-        probed = list(probe_in_ring(local, rows, keys, sight, config, team))
+        probed = list(probe_in_ring(blocks, rows, keys, sight, config, team))
 
     starts = [length_of(mine[:n]) for n in range(len(mine))]
     spans = [Span(summaries, *place, sight, backend, config) for place in zip(probed, mine, starts, strict=True)]

@@ -101,7 +101,7 @@ def measure(
     choice = choose(inputs, candidates[0], own_mask=True)  # masks are cut to the sampled rows
     blocks = choice.backend.summarize(inputs, choice.config)
     if "probe" in choice.config.rule:
-        blocks = replace(blocks, probed=probe(inputs, choice.config))  # once for all candidates
+        blocks = replace(blocks, probed=probe(blocks, choice.config))  # once for all candidates
     candidates = [replace(candidate, quantization=choice.config.quantization) for candidate in candidates]
     masks = [choice.backend.select(blocks, candidate) for candidate in candidates]
     some = [_only(mask, sampled) for mask in masks]

@@ -924,7 +924,7 @@ def attend(
         heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
         SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
-        UNITS, not SECOND,
+        UNITS, not SECOND and UNITS * UNIT > BK,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])

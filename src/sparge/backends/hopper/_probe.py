@@ -1,9 +1,11 @@
-"""The "probe" rule for sm_90 in Gluon: what `triton._probe` computes, with products and exponentials at the same time.
+"""The "probe" rule for sm_90 in Gluon: what `triton._probe` computes, as fast as the tensor core multiplies.
 
 A tile is 64 sampled rows of one head for each of WGS consumer warpgroups. One producer warp fills a ring of stages of
-128 keys by TMA; every consumer multiplies a stage while it takes the exponentials of the one before. The logarithms of
-the blocks' weights go to scratch that belongs to the warpgroup, [blocks, 64 rows], and become shares when the rows'
-totals are known.
+128 keys by TMA, which all of them read: the more there are, the less comes from L2, and the better one multiplies while
+others look at their scores. A thread compares the sixteen scores that it holds of a row and 64 keys, which are one
+group: nothing moves for it, and exponentials are few. The logarithms of the blocks' weights go to scratch that belongs
+to the warpgroup, [blocks, 64 rows], and become shares when the rows' totals are known. Scores are those that attention
+will have: of int8 copies where there are such (INT8), else of bfloat16.
 
 A row's best follows only jumps of many bits, so that totals are rarely rescaled: float32 has room for them. Programs
 take tile after tile, the heaviest of all heads first, and every other turn in reverse order: who had the heaviest takes
@@ -22,17 +24,18 @@ from triton.language.core import _aggregate as aggregate
 
 from sparge.backends.hopper._attend import (
     HALF_SCORES,
+    HIDDEN,
     NOTHING,
     ROW,
     ROWS,
+    SCORES,
     UNIT,
     barriers,
-    followed,
     halves,
-    lane_sum,
     load_box,
-    probabilities,
     ring,
+    set_word,
+    word_of,
 )
 
 wait_for_all = getattr(gl, "barrier", None) or gl.thread_barrier  # of the partition; the older name, before Triton 3.9
@@ -40,8 +43,7 @@ wait_for_all = getattr(gl, "barrier", None) or gl.thread_barrier  # of the parti
 STEP = gl.constexpr(128)  # keys
 WORD = gl.constexpr(32)
 SLACK = gl.constexpr(40.0)  # bits that a score may exceed the row's best by before that follows: 2^40 is small in 32
-CHUNK = gl.constexpr(128)  # blocks whose shares are made at once
-QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+CHUNK = gl.constexpr(64)  # blocks whose shares are made at once
 
 
 @aggregate
@@ -55,6 +57,7 @@ class Problem:
     q_blocks: gl.tensor
     share_rows: gl.tensor
     words: gl.tensor
+    k_units: gl.tensor  # scales of keys between one head and the next
     right: gl.tensor
     all_tiles: gl.tensor
     first_head: gl.tensor
@@ -64,8 +67,11 @@ class Problem:
     q_head: gl.tensor
     q_row: gl.tensor
     Q: gl.tensor
+    Q_SCALE: gl.tensor
+    K_SCALE: gl.tensor
     LOGS: gl.tensor
     SHARES: gl.tensor
+    INT8: gl.constexpr
     DIM: gl.constexpr
     D: gl.constexpr
     BQ: gl.constexpr
@@ -76,11 +82,13 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, heads, group, q_len, k_len, q_blocks, share_rows, words, right, all_tiles, first_head, heads_here, scale,
-        q_batch, q_head, q_row, Q, LOGS, SHARES, DIM, D, BQ, BK, PROBES, WGS, STAGES,
+        self, heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head,
+        heads_here, scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES,
+        INT8, DIM, D, BQ, BK, PROBES, WGS, STAGES,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len, self.q_blocks = heads, group, q_len, k_len, q_blocks
-        self.share_rows, self.words, self.right, self.scale = share_rows, words, right, scale
+        self.share_rows, self.words, self.k_units, self.right = share_rows, words, k_units, right
+        self.scale, self.Q_SCALE, self.K_SCALE, self.INT8 = scale, Q_SCALE, K_SCALE, gl.constexpr(INT8)
         self.all_tiles, self.first_head, self.heads_here = all_tiles, first_head, heads_here
         self.q_batch, self.q_head, self.q_row = q_batch, q_head, q_row
         self.Q, self.LOGS, self.SHARES = Q, LOGS, SHARES
@@ -92,12 +100,13 @@ class Problem:
 class Shared:
     q: gl.shared_memory_descriptor  # [WGS, 64, D]: each written and read by one warpgroup
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, 128, D]
+    scales: gl.shared_memory_descriptor  # [2 STAGES, 1]: of a stage's keys, with INT8
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, full, empty):
-        self.q, self.k, self.full, self.empty = q, k, full, empty
+    def __init__(self, q, k, scales, full, empty):
+        self.q, self.k, self.scales, self.full, self.empty = q, k, scales, full, empty
 
 
 @aggregate
@@ -161,8 +170,14 @@ def load_keys(k_boxes, c, batch, head, key, p, s):
     """128 keys, into a stage that every consumer has left."""
     stage, parity = ring(c, p)
     full = s.full.index(stage)
+    if p.INT8:
+        scales = p.K_SCALE + (batch * (p.heads // p.group) + head).to(gl.int64) * p.k_units + key // UNIT
+        a_scale, b_scale = gl.load(scales), gl.load(scales + 1)
     mbarrier.wait(s.empty.index(stage), parity ^ 1)
-    mbarrier.expect(full, STEP * p.D * 2)
+    if p.INT8:
+        set_word(s.scales, 2 * stage, a_scale, 1)
+        set_word(s.scales, 2 * stage + 1, b_scale, 1)
+    mbarrier.expect(full, STEP * p.D * (1 if p.INT8 else 2))
     load_box(k_boxes, [batch, head, key, 0], full, s.k.index(stage).slice(0, UNIT, 2))
     load_box(k_boxes, [batch, head, key + UNIT, 0], full, s.k.index(stage).slice(UNIT, UNIT, 2))
 
@@ -188,14 +203,15 @@ def producer(k_boxes, p, s):
 @gluon.jit
 def load_queries(t, wg: gl.constexpr, p, s):
     """A warpgroup's sampled rows, into its part of shared memory: visible to the tensor core when all have done so."""
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.D, p.D // 8], [4, 1], [1, 0])
+    NEXT: gl.constexpr = 16 if p.INT8 else 8  # channels of sixteen bytes, which every stride is a multiple of
+    FLAT: gl.constexpr = gl.BlockedLayout([1, NEXT], [32 * NEXT // p.D, p.D // NEXT], [4, 1], [1, 0])
     i = t.first + wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))
     d = gl.arange(0, p.D, gl.SliceLayout(0, FLAT))
     wide = t.bh.to(gl.int64)
-    source = p.Q + (wide // p.heads) * (p.q_batch // 8 * 8) + (wide % p.heads) * (p.q_head // 8 * 8)
-    source = source + gl.expand_dims(sampled_row(i, p).to(gl.int64) * (p.q_row // 8 * 8), 1) + gl.expand_dims(d, 0)
+    source = p.Q + (wide // p.heads) * (p.q_batch // NEXT * NEXT) + (wide % p.heads) * (p.q_head // NEXT * NEXT)
+    source += gl.expand_dims(sampled_row(i, p).to(gl.int64) * (p.q_row // NEXT * NEXT), 1) + gl.expand_dims(d, 0)
     real = gl.expand_dims(i < p.q_blocks * p.PROBES, 1) & gl.expand_dims(d < p.DIM, 0)
-    s.q.index(wg).store(gl.load(source, mask=real, other=0.0))
+    s.q.index(wg).store(gl.load(source, mask=real, other=0))
     fence_async_shared()
     wait_for_all()
 
@@ -204,13 +220,38 @@ def load_queries(t, wg: gl.constexpr, p, s):
 def start_scores(q, stage, p, s):
     """Raw scores of a stage's 128 keys, under way."""
     k = s.k.index(stage).reshape([STEP, p.D]).permute((1, 0))
-    nothing = gl.zeros([ROWS, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    if p.INT8:
+        nothing = gl.zeros([ROWS, STEP], gl.int32, SCORES)
+    else:
+        nothing = gl.zeros([ROWS, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def row_sum(lanes):
-    return gl.convert_layout(gl.sum(lanes, 1), ROW, assert_trivial=True)
+def group_best(raw):
+    """The largest of the sixteen scores that a thread holds of each row and 64 keys, [64, 4]: its group's."""
+    best = gl.max(raw.reshape([ROWS, UNIT // 8, 8]), 1)
+    return gl.max(best.reshape([ROWS, 4, 2]), 2)
+
+
+@gluon.jit
+def per_group(x, groups):
+    """A number per row, where `groups` holds the row."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, groups.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def scaled(best, factor, MASK: gl.constexpr, INT8: gl.constexpr):
+    """Scores of groups to base 2; what is hidden or broken is passed over."""
+    scores = best.to(gl.float32) * per_group(factor, best)
+    if INT8 and MASK:
+        scores = gl.where(best == HIDDEN, float("-inf"), scores)
+    return gl.where(scores == scores, scores, float("-inf"))
+
+
+@gluon.jit
+def of_row(x):
+    return gl.convert_layout(x, ROW, assert_trivial=True)
 
 
 @gluon.jit
@@ -220,38 +261,39 @@ def log2(x):
 
 
 @gluon.jit
-def fold_step(raw, best, total, q_scale, high, logs, step, p, MASK: gl.constexpr):
-    """Fold a step's scores into the rows' best and total; store the logarithms of its blocks' weights."""
-    a, b = halves(raw)
+def fold_step(best, total, q, q_factor, high, logs, step, c, p, s, MASK: gl.constexpr):
+    """Fold a step into the rows' best and total; store the logarithms of its blocks' weights.
+
+    The program's count of steps is c before the tile.
+    """
+    UNSEEN: gl.constexpr = HIDDEN if p.INT8 else float("-inf")
+    stage, parity = ring(c + step, p)
+    mbarrier.wait(s.full.index(stage), parity)
+    raw = start_scores(q, stage, p, s)
+    a_factor, b_factor = q_factor, q_factor
+    if p.INT8:
+        a_factor = q_factor * word_of(s.scales, 2 * stage, 4)
+        b_factor = q_factor * word_of(s.scales, 2 * stage + 1, 4)
+    a, b = halves(warpgroup_mma_wait(0, deps=(raw,)))
+    mbarrier.arrive(s.empty.index(stage), count=1)
     if MASK:
         column = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES)), 0)
-        a = gl.where(column < gl.expand_dims(high - step * STEP, 1), a, float("-inf"))
-        b = gl.where(column < gl.expand_dims(high - step * STEP - UNIT, 1), b, float("-inf"))
-    best_now = followed(a, b, q_scale, q_scale, best, SLACK)
-    a_lanes = lane_sum(probabilities(a, q_scale, best_now))
-    b_lanes = lane_sum(probabilities(b, q_scale, best_now))
+        a = gl.where(column < gl.expand_dims(high - step * STEP, 1), a, UNSEEN)
+        b = gl.where(column < gl.expand_dims(high - step * STEP - UNIT, 1), b, UNSEEN)
+    a, b = scaled(group_best(a), a_factor, MASK, p.INT8), scaled(group_best(b), b_factor, MASK, p.INT8)
+    top = of_row(gl.max(gl.maximum(a, b), 1))
+    best_now = gl.where(top > best + SLACK, top, best)
+    shift = per_group(best_now, a)
+    a, b = gl.exp2(a - shift), gl.exp2(b - shift)
     if p.BK == 128:
-        weight = row_sum(a_lanes + b_lanes)
+        weight = of_row(gl.sum(a + b, 1))
         gl.store(logs + step * ROWS, log2(weight) + best_now)
     else:
-        a_weight, b_weight = row_sum(a_lanes), row_sum(b_lanes)
+        a_weight, b_weight = of_row(gl.sum(a, 1)), of_row(gl.sum(b, 1))
         gl.store(logs + 2 * step * ROWS, log2(a_weight) + best_now)
         gl.store(logs + (2 * step + 1) * ROWS, log2(b_weight) + best_now)
         weight = a_weight + b_weight
     return best_now, total * gl.exp2(best - best_now) + weight
-
-
-@gluon.jit
-def fold_one(raw, best, total, q, q_scale, high, logs, step, c, p, s, MASK: gl.constexpr):
-    """Fold a step, whose scores are `raw`, while the next one's products run; those come back in its place."""
-    stage, parity = ring(c + step + 1, p)
-    mbarrier.wait(s.full.index(stage), parity)
-    following = start_scores(q, stage, p, s)
-    best, total = fold_step(raw, best, total, q_scale, high, logs, step, p, MASK)
-    # With the total, else the assembler takes the exponentials after the wait.
-    following, total = warpgroup_mma_wait(0, deps=(following, total))
-    mbarrier.arrive(s.empty.index(stage), count=1)
-    return following, best, total
 
 
 @gluon.jit
@@ -298,27 +340,21 @@ def probe_tile(t, c, wg: gl.constexpr, p, s):
     first = t.first + wg * ROWS
     i = gl.arange(0, ROWS, ROW)
     high = gl.where(first + i < p.q_blocks * p.PROBES, keys_seen(sampled_row(first + i, p), p), 0)
-    q_scale = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
+    q_factor = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
+    if p.INT8:
+        row = t.bh.to(gl.int64) * p.q_len + sampled_row(first + i, p)
+        q_factor *= gl.load(p.Q_SCALE + row, mask=first + i < p.q_blocks * p.PROBES, other=0.0)
     best = gl.full([ROWS], NOTHING, gl.float32, ROW)
     total = gl.full([ROWS], 0.0, gl.float32, ROW)
     width = p.words * WORD
     logs = p.LOGS + (gl.program_id(0) * p.WGS + wg).to(gl.int64) * ((width + 1) * ROWS)
     place = logs + i
     steps = steps_of(first, ROWS, p)
-    if steps > 0:
-        last = steps - 1
-        edge = gl.minimum(keys_seen(sampled_row(first, p), p) // STEP, last)  # all rows see every key before
-        edge = edge // 2 * 2
-        stage, parity = ring(c, p)
-        mbarrier.wait(s.full.index(stage), parity)
-        raw = warpgroup_mma_wait(0, deps=(start_scores(q, stage, p, s),))
-        mbarrier.arrive(s.empty.index(stage), count=1)
-        for step in range(0, edge, 2):  # by two, so that scores stay in their registers
-            raw, best, total = fold_one(raw, best, total, q, q_scale, high, place, step, c, p, s, False)
-            raw, best, total = fold_one(raw, best, total, q, q_scale, high, place, step + 1, c, p, s, False)
-        for step in range(edge, last):
-            raw, best, total = fold_one(raw, best, total, q, q_scale, high, place, step, c, p, s, True)
-        best, total = fold_step(raw, best, total, q_scale, high, place, last, p, True)
+    edge = gl.minimum(keys_seen(sampled_row(first, p), p) // STEP, steps)  # all rows see every key before
+    for step in range(edge):
+        best, total = fold_step(best, total, q, q_factor, high, place, step, c, p, s, False)
+    for step in range(edge, steps):
+        best, total = fold_step(best, total, q, q_factor, high, place, step, c, p, s, True)
     for step in range(steps, t.steps):  # that only other warpgroups' rows see
         stage, parity = ring(c + step, p)
         mbarrier.wait(s.full.index(stage), parity)
@@ -352,32 +388,51 @@ def second_consumer(p, s):
     consumer(1, p, s)
 
 
-LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "share_rows", "words", "right", "all_tiles", "first_head",
-           "heads_here", "scale", "q_batch", "q_head", "q_row"]  # fmt: skip
+@gluon.jit
+def third_consumer(p, s):
+    consumer(2, p, s)
+
+
+@gluon.jit
+def fourth_consumer(p, s):
+    consumer(3, p, s)
+
+
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "share_rows", "words", "k_units", "right", "all_tiles",
+           "first_head", "heads_here", "scale", "q_batch", "q_head", "q_row"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def probe(
-    k_boxes,  # bfloat16 [B, Hkv, Nk, D]
-    Q,  # bfloat16 [B, Hq, Nq, DIM]; strides are multiples of 8, channels lie next to each other
+    k_boxes,  # bfloat16 [B, Hkv, Nk, D], or int8 copies
+    Q,  # alike, [B, Hq, Nq, DIM]; strides are multiples of sixteen bytes, channels lie next to each other
+    Q_SCALE, K_SCALE,  # of int8 copies
     LOGS,  # scratch: float32 [programs, WGS, key blocks, rounded up to whole words, and one more for totals, 64]
     SHARES,  # output: float16 [heads_here, share_rows, key blocks, rounded up]; see triton._select.share_row
-    heads, group, q_len, k_len, q_blocks, share_rows, words, right, all_tiles, first_head, heads_here, scale,
+    heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here, scale,
     q_batch, q_head, q_row,
-    DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr, WGS: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    INT8: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr,
+    WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
-        heads, group, q_len, k_len, q_blocks, share_rows, words, right, all_tiles, first_head, heads_here, scale,
-        q_batch, q_head, q_row, Q, LOGS, SHARES, DIM, D, BQ, BK, PROBES, WGS, STAGES,
+        heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here,
+        scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS, STAGES,
     )  # fmt: skip
+    BITS: gl.constexpr = 8 if INT8 else 16
+    SWIZZLE: gl.constexpr = 128 if D * BITS >= 1024 else 64
     s = Shared(
-        gl.allocate_shared_memory(k_boxes.dtype, [WGS, ROWS, D], QUERIES),
+        gl.allocate_shared_memory(k_boxes.dtype, [WGS, ROWS, D], gl.NVMMASharedLayout(SWIZZLE, BITS, 2)),
         gl.allocate_shared_memory(k_boxes.dtype, [STAGES, 1, 1, STEP, D], k_boxes.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(STAGES, 1), barriers(STAGES, WGS),
     )  # fmt: skip
     fence_async_shared()
-    if WGS == 2:
+    if WGS == 4:
+        gl.warp_specialize([
+            (first_consumer, (p, s)), (second_consumer, (p, s)), (third_consumer, (p, s)), (fourth_consumer, (p, s)),
+            (producer, (k_boxes, p, s)),
+        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
+    elif WGS == 2:
         gl.warp_specialize(
             [(first_consumer, (p, s)), (second_consumer, (p, s)), (producer, (k_boxes, p, s))], [4, 1], [REGISTERS, 24]
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.hopper import launch_16bit, launch_probe
+from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.launch import TritonBackend, capability, on_device
@@ -181,21 +182,10 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def _box(rows: int, columns: int, int8: bool) -> tuple[Any, list[int], Any]:
-    """How a box lies in shared memory, and what makes descriptors of such boxes."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.int8 if int8 else gl.float8e4nv)
-    return TensorDescriptor, [rows, columns], layout
-
-
 def _boxes(x: Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of x as a matrix whose rows are its last dimension."""
-    descriptor, shape, layout = _box(rows, columns, x.dtype == torch.int8)
     length = x.shape[-1]
-    return descriptor(x, [x.numel() // length, length], [length, 1], shape, layout)
+    return descriptor(x, (x.numel() // length, length), (length, 1), (rows, columns))
 
 
 def _strides(inputs: Inputs, output: Tensor) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.triton.arguments import either, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.launch import Part, attend_by_parts, block_of
@@ -47,23 +48,11 @@ def has_boxes(x: Tensor) -> bool:
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in apart)
 
 
-@functools.cache
-def _box(columns: int, dtype: torch.dtype) -> tuple[Any, list[int], Any]:
-    """What makes descriptors of boxes of 64 tokens, their extents, and how one lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    kind = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    shape = [1, 1, UNIT, columns]
-    return TensorDescriptor, shape, gl.NVMMASharedLayout.get_default_for(shape, kind)
-
-
 def boxes_of(x: Tensor, columns: int) -> Any:
     """A TMA descriptor of [batch, heads, tokens, channels]; channels beyond the last read as 0."""
-    descriptor, shape, layout = _box(columns, x.dtype)
     # The stride of an extent of 1 does not count, but TMA refuses odd ones.
     strides = [stride if extent > 1 else 8 * x.shape[3] for stride, extent in zip(x.stride(), x.shape, strict=True)]
-    return descriptor(x, list(x.shape), [*strides[:3], 1], shape, layout)
+    return descriptor(x, tuple(x.shape), (*strides[:3], 1), (1, 1, UNIT, columns))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

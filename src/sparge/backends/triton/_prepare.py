@@ -493,7 +493,7 @@ LENGTHS = ["q_len", "k_len", "q_tokens", "k_tokens", "padded", "q_slots", "k_slo
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare(
     Q, K, V, VALID, Q_ENDS, K_ENDS, HADAMARD,  # inputs
-    ARRIVED, V_REPAIR, COUNT, SUM, V_MAX, V_SUM, ROTATED_MEAN,  # scratch, per key/value head; the first two are zeros
+    ARRIVED, V_REPAIR, COUNT, SUM, V_MAX, V_SUM, ROTATED_MEAN,  # scratch, per key/value head; the first two: see CLEAR
     MEAN, V_SCALE, V_MEAN, V_FINITE,  # outputs, per key/value head
     Q_MEANS, K_MEANS, Q_SIMILARITY, K_SIMILARITY, Q8, K8, V8, Q_SCALE, K_SCALE, LSE_TERM,  # outputs
     items, q_len, k_len, q_tokens, k_tokens, padded, q_slots, k_slots, kv_heads, group,
@@ -502,11 +502,12 @@ def prepare(
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr, PACKED: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr,
     INT8: tl.constexpr, FP8: tl.constexpr, WRITE_TERM: tl.constexpr,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    CLEAR: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program, one item of one kind. The sample comes first; queries need it for WRITE_TERM only.
+    """One program, one item of one kind. Keys and values need the sample, queries for WRITE_TERM only.
 
     `items` are those of one key/value head; `row_step`, `key_step` and `value_step` are the tokens of one.
+    CLEAR: queries come first, and set ARRIVED and V_REPAIR to zeros, which they are otherwise.
     """
     item = tl.program_id(0) % items
     row = (tl.program_id(0) // items).to(tl.int64)
@@ -538,6 +539,10 @@ def prepare(
                 V_SCALE + row * DV, V_MEAN + row * DV, keys, v_dim, D, DV, DP, DVP, HAS_VALID, INT8, FP8,
             )  # fmt: skip
     elif KIND == 1:
+        if CLEAR:
+            if item == 0:
+                tl.store(ARRIVED + row, 0)
+                tl.store(V_REPAIR + row, 0)
         per_head = items // group
         head = kv_head * group + item // per_head
         begin = (item % per_head) * row_step

@@ -19,7 +19,6 @@ from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_
 from sparge.backends.triton.dispatch import addresses_of
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
-    KINDS,
     MaskBits,
     Operands,
     PreparePlan,
@@ -152,27 +151,30 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     plan = prepare_plan(inputs.signature, config, capability(q.device))
     scratch = dict(zip(plan.scratch, pieces(q, torch.float32, *plan.scratch.values()), strict=True))
     blocks = _blocks(inputs, config, plan.sizes, scratch)
-    tensors = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite)
-    launches = plan.launches
+    known = inputs.sample is not None
     if inputs.sample is not None:
         _sample(inputs, inputs.sample, blocks, config, scratch)
-        launches = tuple(launch for launch, kind in zip(launches, KINDS, strict=False) if kind not in SAMPLING)
+    tensors = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite, plan.clears)
     addresses = addresses_of(tensors)
-    for launch in launches:
-        launch(tensors, addresses)
+    for kind, launch in plan.launches.items():
+        if not (known and kind in SAMPLING):
+            launch(tensors, addresses)
     return blocks
 
 
 def _to_prepare(
-    inputs: Inputs, blocks: Blocks, plan: PreparePlan, scratch: dict[str, Tensor], v_finite: Tensor
+    inputs: Inputs, blocks: Blocks, plan: PreparePlan, scratch: dict[str, Tensor], v_finite: Tensor, cleared: bool
 ) -> tuple[Tensor, ...]:
-    """What the kernels of preparation read and write, in their order."""
+    """What the kernels of preparation read and write, in their order. `cleared`: they will set counters to zero."""
     q, valid, copied = inputs.query, inputs.visibility.key_valid, blocks.quantized
-    zeros = torch.zeros(2, plan.sizes.rows, dtype=torch.int32, device=q.device)
+    counters = scratch["counters"].view(torch.int32)
+    if not cleared:
+        counters.zero_()
+    rows = plan.sizes.rows
     return (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
         *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device),
-        *zeros, *(scratch[x] for x in ("count", "sum", "v_max", "v_sum", "rotated_mean")),
+        counters, counters[rows:], *(scratch[x] for x in ("count", "sum", "v_max", "v_sum", "rotated_mean")),
         *(scratch[x] for x in ("key_mean", "value_scale", "value_mean")),
         v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
         scratch["q_similarity"], scratch["k_similarity"],
@@ -193,8 +195,8 @@ def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig
     whole = replace(inputs, key=sample.key, value=value, visibility=sight, sample=None)
     plan = prepare_plan(whole.signature, config, capability(inputs.query.device))
     unread = inputs.query.new_empty(plan.sizes.rows * plan.sizes.k_slots, dtype=torch.bool)
-    tensors = _to_prepare(whole, blocks, plan, scratch, unread)
-    plan.launches[KINDS.index("SAMPLE")](tensors, addresses_of(tensors))
+    tensors = _to_prepare(whole, blocks, plan, scratch, unread, False)
+    plan.launches["SAMPLE"](tensors, addresses_of(tensors))
     blocks.v_finite.fill_(True)  # which the kernel does for as many keys as it samples from
     copied = blocks.quantized
     if sample.value_max is not None and copied is not None and copied.value_scale is not None:

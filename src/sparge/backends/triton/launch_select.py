@@ -64,7 +64,10 @@ def shares_of(
         return shares
     logs = q.new_empty(plan.logs, dtype=torch.float32)
     valid = q if sight.key_valid is None else sight.key_valid.contiguous().view(torch.int8)
-    tensors = (q, inputs.key, valid, either(sight.unbroken, q), *sequence_ends(inputs), logs, shares)
+    operands, copies = (q, inputs.key, q, q), blocks.quantized
+    if copies is not None:
+        operands = (copies.query, copies.key, copies.query_scale, copies.key_scale)
+    tensors = (*operands, valid, either(sight.unbroken, q), *sequence_ends(inputs), logs, shares)
     part.probe(tensors, addresses_of(tensors))
     return shares
 

@@ -15,6 +15,7 @@ from sparge.backends.triton.sizes import (
     PROBE_PROGRAMS,
     SAMPLE_PARTS,
     Sizes,
+    padded_dim,
     power_of_two,
     prepare_sizes,
     probe_sizes,
@@ -28,7 +29,7 @@ from sparge.words import WORD
 
 LOG2_E = math.log2(math.e)
 FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
-KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each
+KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each, as kernels number them
 WEIGHT_BYTES = 1 << 27  # of predicted weights kept for a search's walks; longer problems compute them again
 SHARE_BYTES = 1 << 28  # of shares that the probe leaves at once; longer problems take several launches
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
@@ -39,7 +40,8 @@ REMEMBERED = 512  # problems
 class PreparePlan:
     sizes: Sizes
     scratch: dict[str, int]  # float32 numbers of each tensor
-    launches: tuple[Launch, ...]
+    clears: bool  # the first launch sets counters to zero; else they must be
+    launches: dict[str, Launch]  # by kind, in their order
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,11 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
     tunings = {kind: prepare_sizes(kind, chip, max(size.dp, size.dvp), problem.dtype) for kind in kinds}
     items = {kind: size.items(kind, rows) for kind in kinds}
     q_heads, k_heads = size.entries * size.heads, size.entries * size.kv_heads
+    clears = not (int8 and problem.needs_lse)
+    if clears:  # queries do not need the sample
+        kinds = ("QUERIES", "SAMPLE", *kinds[2:])
     scratch = {
+        "counters": 2 * size.rows,
         "count": size.rows * SAMPLE_PARTS,
         "sum": size.rows * SAMPLE_PARTS * size.dim,
         "rotated_mean": size.rows * size.dp * int8,
@@ -123,16 +129,16 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
     constants = {
         "D": size.dim, "DV": size.value_dim, "DP": size.dp, "DVP": size.dvp, "BQ": rows, "BK": keys,
         "Q_SUBS": a, "K_SUBS": b, "PACKED": problem.packing is not None, "HAS_VALID": problem.has_valid,
-        "JUDGE": judge, "INT8": int8, "FP8": fp8, "WRITE_TERM": int8 and problem.needs_lse,
+        "JUDGE": judge, "INT8": int8, "FP8": fp8, "WRITE_TERM": int8 and problem.needs_lse, "CLEAR": clears,
     }  # fmt: skip
-    launches = tuple(
-        Launch(
+    launches = {
+        kind: Launch(
             kernels.prepare, size.rows * items[kind], (items[kind], *numbers),
             constants | {"KIND": KINDS.index(kind)} | tunings[kind],
         )
         for kind in kinds
-    )  # fmt: skip
-    return PreparePlan(size, scratch, launches)
+    }  # fmt: skip
+    return PreparePlan(size, scratch, clears, launches)
 
 
 def reach(problem: Signature) -> tuple[int, int]:
@@ -194,20 +200,26 @@ def _probe(
     """How many numbers of scratch it takes, and the launch for as many heads, of all sequences together."""
     from sparge.backends.triton import _probe as kernels
 
-    rows = size.q_blocks * config.probe_rows
-    float32 = problem.dtype == torch.float32
+    int8, rows = config.quantization != "none", size.q_blocks * config.probe_rows
+    float32 = problem.dtype == torch.float32 and not int8
     tuning = probe_sizes(chip, size.dim, config.block[1], float32, rows * heads)
     tiles = -(-rows // tuning["ROWS"])
     all_tiles, per_program = tiles * heads, tuning["ROWS"] * words * WORD
     programs = min(all_tiles, PROBE_PROGRAMS, max(1, WEIGHT_BYTES // (4 * per_program)))
+    dim, q_strides, k_strides = size.dim, problem.q_strides, problem.k_strides
+    if int8:
+        dim = padded_dim(size.dim, True)
+        q_strides = (size.heads * size.q_tokens * dim, size.q_tokens * dim, dim, 1)
+        k_strides = (size.kv_heads * size.padded * dim, size.padded * dim, dim, 1)
     numbers = (
         size.heads, size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, part[0], words,
-        *reach(problem), tiles, all_tiles, *part[1:], problem.scale * LOG2_E,
-        *_strides(problem, problem.q_strides, problem.k_strides),
+        *reach(problem), tiles, all_tiles, *part[1:], size.padded // KEYS_PER_SCALE, problem.scale * LOG2_E,
+        *_strides(problem, q_strides, k_strides),
     )  # fmt: skip
     constants = {
-        "D": size.dim, "DP": max(16, power_of_two(size.dim)), "BQ": config.block[0], "BK": config.block[1],
-        "PROBES": config.probe_rows, "HAS_VALID": problem.has_valid, "PACKED": problem.packing is not None, **tuning,
+        "D": dim, "DP": max(16, power_of_two(dim)), "BQ": config.block[0], "BK": config.block[1],
+        "PROBES": config.probe_rows, "HAS_VALID": problem.has_valid, "PACKED": problem.packing is not None,
+        "INT8": int8, **tuning,
     }  # fmt: skip
     return programs * per_program, Launch(kernels.probe, programs, numbers, constants)
 
