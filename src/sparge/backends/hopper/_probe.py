@@ -1,4 +1,4 @@
-"""The "probe" rule for sm_90 in Gluon: what `triton._probe` computes, as fast as the tensor core multiplies.
+"""The "probe" rule for sm_90 in Gluon: what `triton._probe` computes, by warps with tasks of their own.
 
 A tile is 64 sampled rows of one head for each of WGS consumer warpgroups. One producer warp fills a ring of stages of
 128 keys by TMA, which all of them read: the more there are, the less comes from L2, and the better one multiplies while
