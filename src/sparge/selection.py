@@ -39,7 +39,7 @@ def claimed_by_share(scores: Tensor, seen: Tensor, probed: Tensor, asked: Tensor
     """Which blocks have a larger share than is asked for, bool [B, Hq, query blocks, key blocks].
 
     scores, seen  as above
-    probed        float32 [B, Hq, query blocks, key blocks]: shares found by rows computed exactly
+    probed        float32 [B, Hq, query blocks, key blocks]: shares found by sampled rows
     asked         float32 [B or 1, Hq]
     """
     scores = torch.where(seen, scores, -torch.inf)

@@ -39,7 +39,7 @@ def share_row(bh, batch, head, first_row, share_rows, first_head, BQ: tl.constex
 
 @triton.jit
 def probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK: tl.constexpr):
-    """What rows computed exactly give to each block of a chunk, [query blocks, CHUNK]; those of the block before count.
+    """What sampled rows give to each block of a chunk, [query blocks, CHUNK]; those of the block before count.
 
     SHARES points to what stands before query block 0.
     """

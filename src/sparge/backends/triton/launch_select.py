@@ -51,7 +51,7 @@ def select_by_parts(blocks: Blocks, config: SparseConfig, chip: int, own_probe: 
 def shares_of(
     blocks: Blocks, config: SparseConfig, plan: SelectPlan, part: SelectedHeads, own_probe: OwnProbe | None = None
 ) -> Tensor:
-    """What rows computed exactly attend to, of some heads; a ring knows it already."""
+    """What sampled rows attend to, of some heads; a ring knows it already."""
     inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
     if part.probe is None:
         return q
