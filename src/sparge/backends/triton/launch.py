@@ -37,6 +37,7 @@ from sparge.visibility import Visibility
 MAX_FLOAT32_DIM = 128
 SAMPLING = ("SAMPLE", "REPAIR")  # the kinds of preparation that find means and scales
 LARGEST_ROTATION = 128  # done as one product; more channels take a butterfly besides
+NOTHING = nullcontext()  # to enter, any number of times
 
 
 class TritonBackend:
@@ -124,8 +125,8 @@ def capability(device: torch.device) -> int:
 
 
 def on_device(x: Tensor) -> Any:
-    """Kernels launch on the current device: make it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Kernels launch on the current device: make it the tensor's. Mostly it is already."""
+    return torch.cuda.device(x.device) if x.is_cuda and x.device.index != torch.cuda.current_device() else NOTHING
 
 
 @functools.lru_cache(maxsize=32)
@@ -140,8 +141,9 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 
 
 def _shaped(piece: Tensor, *shape: int) -> Tensor:
-    """The beginning of a piece, as a tensor."""
-    return piece[: math.prod(shape)].view(shape)
+    """The beginning of a piece, as a tensor; mostly it is all of it."""
+    count = math.prod(shape)
+    return (piece if piece.numel() == count else piece[:count]).view(shape)
 
 
 def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
