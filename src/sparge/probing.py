@@ -23,6 +23,9 @@ SHARE_DTYPE = torch.float16  # of shares that are kept or sent
 NEIGHBOUR = 0.5  # what rows of the query block before count, which look for much the same
 FULL_LENGTH = 8192  # keys from which on the share asked for falls
 GROUPED_KEYS = 64  # that are divided into four groups; fewer where blocks are smaller
+EVERY = slice(None)
+
+Scaled = tuple[Tensor, Tensor | None]  # numbers of tokens, and what to multiply each token's by: None for 1
 
 
 def probe_positions(q_len: int, block_rows: int, count: int, device: torch.device) -> Tensor:
@@ -33,10 +36,6 @@ def probe_positions(q_len: int, block_rows: int, count: int, device: torch.devic
     first = torch.arange(0, q_len, block_rows, device=device)[:, None]
     inside = (torch.arange(count, device=device) + 1) * block_rows // count - 1
     return (first + inside).clamp(max=q_len - 1)
-
-
-EVERY = slice(None)
-Scaled = tuple[Tensor, Tensor | None]  # numbers of tokens, and what to multiply each token's by: None for 1
 
 
 def rows_to_probe(blocks: Blocks, rows: Tensor, heads: slice = EVERY) -> Scaled:
@@ -80,22 +79,15 @@ def probe_scores(
 def best_of_groups(scores: Tensor, block_keys: int) -> Tensor:
     """float32 [..., key blocks, groups]: the best score of each group of keys. Scores begin where a block does.
 
-    Keys 0, 1, 8, 9, 16, 17 ... of 64 are a group, 2, 3, 10, 11 ... the next. NaN is passed over.
+    Keys 0, 1, 8, 9, 16, 17 ... of 64 are a group, 2, 3, 10, 11 ... the next. NaN is passed over, and overwritten.
     """
+    scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     missing = -scores.shape[-1] % block_keys
     if missing:
         scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
-    best = _best_of_groups(scores, block_keys)
-    if best.isnan().any():
-        best = _best_of_groups(torch.where(scores.isnan(), -torch.inf, scores), block_keys)
-    return best
-
-
-def _best_of_groups(scores: Tensor, block_keys: int) -> Tensor:
-    """By halves, which a CPU does ten times as fast as a reduction over two dimensions."""
     together = min(block_keys, GROUPED_KEYS)
     best = scores.unflatten(-1, (-1, block_keys // together, together // 8, 8))
-    while best.shape[-2] > 1:
+    while best.shape[-2] > 1:  # by halves: on a CPU ten times as fast as a reduction over two dimensions
         best = torch.maximum(*best.chunk(2, -2))
     return torch.maximum(best[..., 0, 0::2], best[..., 0, 1::2]).flatten(-2)
 

@@ -1,11 +1,11 @@
 """The "probe" rule for sm_90 in Gluon: what `triton._probe` computes, by warps with tasks of their own.
 
 A tile is 64 sampled rows of one head for each of WGS consumer warpgroups. One producer warp fills a ring of stages of
-128 keys by TMA, which all of them read: the more there are, the less comes from L2, and the better one multiplies while
-others look at their scores. A thread compares the sixteen scores that it holds of a row and 64 keys, which are one
-group: nothing moves for it, and exponentials are few. The logarithms of the blocks' weights go to scratch that belongs
-to the warpgroup, [blocks, 64 rows], and become shares when the rows' totals are known. Scores are those that attention
-will have: of int8 copies where there are such (INT8), else of bfloat16.
+128 keys by TMA, which all of them read: the more there are, the less comes from L2. A thread compares the sixteen
+scores that it holds of a row and 64 keys, which are one group: nothing moves for it, and exponentials are few. The
+logarithms of the blocks' weights go to scratch that belongs to the warpgroup, [blocks, 64 rows], and become shares when
+the rows' totals are known. Scores are those that attention will have: of int8 copies where there are such (INT8), else
+of bfloat16.
 
 A row's best follows only jumps of many bits, so that totals are rarely rescaled: float32 has room for them. Programs
 take tile after tile, the heaviest of all heads first, and every other turn in reverse order: who had the heaviest takes

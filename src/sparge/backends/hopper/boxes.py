@@ -6,7 +6,6 @@ checked, and others are made like it; whoever asks for one of a caller's tensor 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,30 +14,31 @@ from torch import Tensor
 
 from sparge.backends.triton.plans import REMEMBERED
 
-_checked: dict[Hashable, dict[str, Any]] = {}
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a box lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    kinds = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for(list(block), kinds.get(dtype, gl.bfloat16))
+_checked: dict[Hashable, tuple[type, dict[str, Any]]] = {}  # by kind: the class, and all that is set but the base
 
 
 def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
     """Of x as a tensor of this shape, in boxes of `block`."""
+    kind = (shape, strides, block, x.dtype)
+    known = _checked.get(kind)
+    if known is None:
+        return _check(kind, x, shape, strides, block)
+    made: Any = object.__new__(known[0])
+    made.__dict__.update(known[1], base=x)
+    return made
+
+
+def _check(kind: Hashable, x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
+    """The first of a kind."""
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    kind = (shape, strides, block, x.dtype)
-    settings = _checked.get(kind)
-    if settings is not None:
-        made = object.__new__(TensorDescriptor)
-        made.__dict__.update(settings, base=x)
-        return made
-    made = TensorDescriptor(x, list(shape), list(strides), list(block), _layout(block, x.dtype))
+    number = {
+        torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16
+    }[x.dtype]  # fmt: skip
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), number)  # of a box in shared memory
+    made = TensorDescriptor(x, list(shape), list(strides), list(block), layout)
     if len(_checked) >= REMEMBERED:
         _checked.clear()
-    _checked[kind] = {name: value for name, value in vars(made).items() if name != "base"}
+    _checked[kind] = (type(made), {name: value for name, value in vars(made).items() if name != "base"})
     return made

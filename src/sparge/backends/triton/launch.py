@@ -153,13 +153,12 @@ def _summarize(inputs: Inputs, config: SparseConfig) -> Blocks:
     plan = prepare_plan(inputs.signature, config, capability(q.device))
     scratch = dict(zip(plan.scratch, pieces(q, torch.float32, *plan.scratch.values()), strict=True))
     blocks = _blocks(inputs, config, plan.sizes, scratch)
-    known = inputs.sample is not None
     if inputs.sample is not None:
         _sample(inputs, inputs.sample, blocks, config, scratch)
     tensors = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite, plan.clears)
     addresses = addresses_of(tensors)
     for kind, launch in plan.launches.items():
-        if not (known and kind in SAMPLING):
+        if inputs.sample is None or kind not in SAMPLING:
             launch(tensors, addresses)
     return blocks
 

@@ -120,7 +120,7 @@ def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict
 def probe_sizes(chip: int, widest: int, block_keys: int, float32: bool, rows: int) -> dict[str, int]:
     """Sampled rows per program, keys per step. All keys are read for each program's rows: the more rows the better."""
     many = chip == 90 and rows >= 128 * 128  # measured: half of the multiprocessors with such tiles are faster
-    step = max(block_keys, 128 if widest <= 128 and not float32 and block_keys > 32 else 64)  # others spill
+    step = max(block_keys, 128 if widest <= 128 and not float32 and block_keys > 32 else 64)  # else it spills
     deep = chip == 100 or (many and widest <= 128)
     stages = 1 if float32 or (chip in SMALL_CHIPS and widest > 128) else 3 if deep else 2  # as it spills least
     warps = 8 if many or (chip in SMALL_CHIPS and widest > 128) else 4  # four would spill
