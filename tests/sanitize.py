@@ -32,7 +32,7 @@ def main() -> None:
             packed = (x[0].transpose(0, 1) for x in (q, k, v))
             sparge.varlen_attention(*packed, *ends, 130, 203, is_causal, config=config, return_lse=True)
     config = SparseConfig(quantization="int8-fp8")
-    for tokens in (333, WIDE_FROM + 333):  # steps of 128 keys, and of 256
+    for tokens in (333, max(WIDE_FROM.values()) + 333):  # steps of 128 keys, and of 256
         q = torch.randn(1, 4, 200, 128, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(1, 2, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         for is_causal in (False, True):

@@ -47,7 +47,7 @@ def any_step(monkeypatch):
     short = launch.WIDE_FROM
 
     def choose(rng: random.Random) -> None:
-        monkeypatch.setattr(launch, "WIDE_FROM", rng.choice((0, short)))
+        monkeypatch.setattr(launch, "WIDE_FROM", rng.choice(({False: 0, True: 0}, short)))
         launch._plan.cache_clear()
 
     yield choose
@@ -217,6 +217,23 @@ def test_rows_whose_scores_are_all_far_below_zero(k_len, watchdog):
     assert want.values.abs().sum(-1).min() > 0
     assert_same_rows(got.values.float(), want.values.float())
     torch.testing.assert_close(got.lse, want.lse, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scores", [2.0**10, 2.0**24, 2.0**30])
+def test_wide_steps_with_scores_beyond_measure(scores, watchdog):
+    """Probabilities made by arithmetic are whole numbers of 16 bits: too large an exponent would turn their sign."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    config = SparseConfig(rule="topk", topk=1.0, quantization="int8-fp8")
+    louder = (scores / 5) ** 0.5  # a row's largest score is about 5
+    inputs = replace(problem(q * louder, k * louder, v), needs_lse=False)
+    blocks = HOPPER.summarize(inputs, config)
+    out = HOPPER.attend(blocks, HOPPER.select(blocks, config), config).values.float()
+    if scores < 2.0**26:  # means of values
+        assert (out.abs() <= 1.1 * v.abs().max()).all()
+        assert (out != 0).any(-1).all()
+    else:
+        assert out.isnan().all()
 
 
 @pytest.mark.parametrize("quantization", ["int8-fp8", "int8", "none"])

@@ -63,7 +63,7 @@ def compiled_for(monkeypatch, inputs: Inputs, config: SparseConfig) -> aot.Resou
     return aot.compile_kernel(*attend_launch(monkeypatch, inputs, config), ARCH)
 
 
-SHORT, LONG = launch.WIDE_FROM - 1, launch.WIDE_FROM
+SHORT, LONG = min(launch.WIDE_FROM.values()) - 1, max(launch.WIDE_FROM.values())
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,8 @@ def test_the_probe_compiles_and_fits(
     # Each consumer has a loop for steps that every row sees whole, and one for those that mask.
     plain = quantization == "none"
     assert resources.spills_in_loops("HGMMA" if plain else "IGMMA") == [0] * 2 * warpgroups
-    assert warpgroups == 4 or resources.spill_bytes == 0
+    # Outside of them, what a tile begins with may wait in memory.
+    assert resources.spill_bytes <= {1: 0, 2: 160, 4: 400}[warpgroups]
     assert not resources.serialized
     assert ("m64n128k16.f32.bf16.bf16" if plain else "m64n128k32.s32.s8.s8") in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx

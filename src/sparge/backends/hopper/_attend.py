@@ -9,9 +9,10 @@ much work and rows with little even out.
 
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
-nothing. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities should be
-divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared memory, or,
-with more than 128 channels, in scratch that stays in L2.
+nothing. Steps of 256 keys make half of the probabilities without the exponential unit (`_powers`), unless sums have to
+be exact for an LSE. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities
+should be divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared
+memory, or, with more than 128 channels, in scratch that stays in L2.
 
 The second stage asks, block by block, whether some row of the warpgroup has a score near enough to its best; if none
 has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere.
@@ -28,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from sparge.backends.hopper._powers import powers
+
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the older name, before Triton 3.9
 
 ROWS = gl.constexpr(64)  # of one warpgroup
@@ -36,6 +39,7 @@ P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
 HIDDEN = gl.constexpr(-0x7FFFFF00)  # below every sum of products
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
 NO_MEAN = gl.constexpr(1.0e30)  # beyond every mean of e4m3 values
+BROAD = gl.constexpr(2.0**26)  # scores whose last bit is worth four octaves
 PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -737,12 +741,23 @@ def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
     )
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
     best_now = gl.where(top > best + p.SLACK, top, best)
-    shift = best_now - P_SHIFT
-    a_p, b_p = probabilities(a_raw, a_factor, shift), probabilities(b_raw, b_factor, shift)
-    c_p, d_p = probabilities(c_raw, c_factor, shift), probabilities(d_raw, d_factor, shift)
-    a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
-    c8, d8 = relabelled(c_p.to(gl.float8e4nv), DOT), relabelled(d_p.to(gl.float8e4nv), DOT)
-    acc, total = shrunk(acc, total, gl.exp2(best - best_now), p)
+    alpha = gl.exp2(best - best_now)
+    if p.WRITE_LSE:
+        shift = best_now - P_SHIFT
+        a_p, b_p = probabilities(a_raw, a_factor, shift), probabilities(b_raw, b_factor, shift)
+        c_p, d_p = probabilities(c_raw, c_factor, shift), probabilities(d_raw, d_factor, shift)
+        a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+        c8, d8 = relabelled(c_p.to(gl.float8e4nv), DOT), relabelled(d_p.to(gl.float8e4nv), DOT)
+        acc, total = shrunk(acc, total, alpha, p)
+    else:
+        acc, total = shrunk(acc, total, alpha, p)  # first: then values are multiplied under the powers that follow
+        # Roundings may add up to three halves of a large score's last bit; beyond BROAD they hide all that e4m3 tells.
+        size = gl.abs(best_now)
+        offset = gl.where(size < BROAD, P_SHIFT - best_now - size * (1.5 * 2.0**-23), float("nan"))
+        a8 = powers(relabelled(a_raw, DOT), a_factor, offset, False)
+        b8 = powers(relabelled(b_raw, DOT), b_factor, offset, True)
+        c8 = powers(relabelled(c_raw, DOT), c_factor, offset, False)
+        d8 = powers(relabelled(d_raw, DOT), d_factor, offset, True)
     acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma(b8, s.v.index(first + 1).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma(c8, s.v.index(first + 2).permute((1, 0)), acc, is_async=True)

@@ -5,7 +5,8 @@ A tile is 64 sampled rows of one head for each of WGS consumer warpgroups. One p
 scores that it holds of a row and 64 keys, which are one group: nothing moves for it, and exponentials are few. The
 logarithms of the blocks' weights go to scratch that belongs to the warpgroup, [blocks, 64 rows], and become shares when
 the rows' totals are known. Scores are those that attention will have: of int8 copies where there are such (INT8), else
-of bfloat16.
+of bfloat16. Where registers hold the scores of two steps, products run while those of the step before are looked at
+(AHEAD).
 
 A row's best follows only jumps of many bits, so that totals are rarely rescaled: float32 has room for them. Programs
 take tile after tile, the heaviest of all heads first, and every other turn in reverse order: who had the heaviest takes
@@ -78,13 +79,14 @@ class Problem:
     BK: gl.constexpr
     PROBES: gl.constexpr
     WGS: gl.constexpr
+    AHEAD: gl.constexpr  # products run while the scores of the step before are looked at
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head,
         heads_here, scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES,
-        INT8, DIM, D, BQ, BK, PROBES, WGS, STAGES,
+        INT8, DIM, D, BQ, BK, PROBES, WGS, AHEAD, STAGES,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len, self.q_blocks = heads, group, q_len, k_len, q_blocks
         self.share_rows, self.words, self.k_units, self.right = share_rows, words, k_units, right
@@ -93,7 +95,7 @@ class Problem:
         self.q_batch, self.q_head, self.q_row = q_batch, q_head, q_row
         self.Q, self.LOGS, self.SHARES = Q, LOGS, SHARES
         self.DIM, self.D, self.BQ, self.BK = map(gl.constexpr, (DIM, D, BQ, BK))
-        self.PROBES, self.WGS, self.STAGES = map(gl.constexpr, (PROBES, WGS, STAGES))
+        self.PROBES, self.WGS, self.AHEAD, self.STAGES = map(gl.constexpr, (PROBES, WGS, AHEAD, STAGES))
 
 
 @aggregate
@@ -261,26 +263,36 @@ def log2(x):
 
 
 @gluon.jit
-def fold_step(best, total, q, q_factor, high, logs, step, c, p, s, MASK: gl.constexpr):
-    """Fold a step into the rows' best and total; store the logarithms of its blocks' weights.
-
-    The program's count of steps is c before the tile.
-    """
-    UNSEEN: gl.constexpr = HIDDEN if p.INT8 else float("-inf")
+def begin_step(q, step, c, p, s):
+    """Wait for a step's keys: their scores, under way, and the scales of both units. The program's count of steps is c
+    before the tile."""
     stage, parity = ring(c + step, p)
     mbarrier.wait(s.full.index(stage), parity)
     raw = start_scores(q, stage, p, s)
-    a_factor, b_factor = q_factor, q_factor
+    a_scale, b_scale = p.scale, p.scale
     if p.INT8:
-        a_factor = q_factor * word_of(s.scales, 2 * stage, 4)
-        b_factor = q_factor * word_of(s.scales, 2 * stage + 1, 4)
-    a, b = halves(warpgroup_mma_wait(0, deps=(raw,)))
+        a_scale, b_scale = word_of(s.scales, 2 * stage, 4), word_of(s.scales, 2 * stage + 1, 4)
+    return raw, a_scale, b_scale
+
+
+@gluon.jit
+def leave(step, c, p, s):
+    """Let the producer have a step's stage again."""
+    stage, _ = ring(c + step, p)
     mbarrier.arrive(s.empty.index(stage), count=1)
+
+
+@gluon.jit
+def fold_scores(raw, a_scale, b_scale, best, total, q_scale, high, logs, step, p, MASK: gl.constexpr):
+    """Fold a step's scores into the rows' best and total; store the logarithms of its blocks' weights."""
+    UNSEEN: gl.constexpr = HIDDEN if p.INT8 else float("-inf")
+    a, b = halves(raw)
     if MASK:
         column = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, HALF_SCORES)), 0)
         a = gl.where(column < gl.expand_dims(high - step * STEP, 1), a, UNSEEN)
         b = gl.where(column < gl.expand_dims(high - step * STEP - UNIT, 1), b, UNSEEN)
-    a, b = scaled(group_best(a), a_factor, MASK, p.INT8), scaled(group_best(b), b_factor, MASK, p.INT8)
+    a = scaled(group_best(a), q_scale * a_scale, MASK, p.INT8)
+    b = scaled(group_best(b), q_scale * b_scale, MASK, p.INT8)
     top = of_row(gl.max(gl.maximum(a, b), 1))
     best_now = gl.where(top > best + SLACK, top, best)
     shift = per_group(best_now, a)
@@ -294,6 +306,53 @@ def fold_step(best, total, q, q_factor, high, logs, step, c, p, s, MASK: gl.cons
         gl.store(logs + (2 * step + 1) * ROWS, log2(b_weight) + best_now)
         weight = a_weight + b_weight
     return best_now, total * gl.exp2(best - best_now) + weight
+
+
+@gluon.jit
+def fold_step(best, total, q, q_scale, high, logs, step, c, p, s, MASK: gl.constexpr):
+    raw, a_scale, b_scale = begin_step(q, step, c, p, s)
+    raw = warpgroup_mma_wait(0, deps=(raw,))
+    leave(step, c, p, s)
+    return fold_scores(raw, a_scale, b_scale, best, total, q_scale, high, logs, step, p, MASK)
+
+
+@gluon.jit
+def fold_ahead(raw, a_scale, b_scale, best, total, q, q_scale, high, logs, step, c, p, s, MASK: gl.constexpr):
+    """Fold a step's scores while the next step's products run: those come back in their place."""
+    following, a_next, b_next = begin_step(q, step + 1, c, p, s)
+    best, total = fold_scores(raw, a_scale, b_scale, best, total, q_scale, high, logs, step, p, MASK)
+    following, total = warpgroup_mma_wait(0, deps=(following, total))  # with the total, or it comes after the wait
+    leave(step + 1, c, p, s)
+    return following, a_next, b_next, best, total
+
+
+@gluon.jit
+def fold_steps(best, total, q, q_scale, high, logs, edge, steps, c, p, s):
+    """Fold all steps of a warpgroup's rows; every row sees all keys of those before `edge`."""
+    if p.AHEAD:
+        if steps > 0:
+            edge = gl.minimum(edge, steps - 1) // 2 * 2
+            raw, a_scale, b_scale = begin_step(q, 0, c, p, s)
+            raw = warpgroup_mma_wait(0, deps=(raw,))
+            leave(0, c, p, s)
+            for step in range(0, edge, 2):  # by two, so that scores stay in their registers
+                raw, a_scale, b_scale, best, total = fold_ahead(
+                    raw, a_scale, b_scale, best, total, q, q_scale, high, logs, step, c, p, s, False
+                )
+                raw, a_scale, b_scale, best, total = fold_ahead(
+                    raw, a_scale, b_scale, best, total, q, q_scale, high, logs, step + 1, c, p, s, False
+                )
+            for step in range(edge, steps - 1):
+                raw, a_scale, b_scale, best, total = fold_ahead(
+                    raw, a_scale, b_scale, best, total, q, q_scale, high, logs, step, c, p, s, True
+                )
+            best, total = fold_scores(raw, a_scale, b_scale, best, total, q_scale, high, logs, steps - 1, p, True)
+    else:
+        for step in range(edge):
+            best, total = fold_step(best, total, q, q_scale, high, logs, step, c, p, s, False)
+        for step in range(edge, steps):
+            best, total = fold_step(best, total, q, q_scale, high, logs, step, c, p, s, True)
+    return best, total
 
 
 @gluon.jit
@@ -340,10 +399,10 @@ def probe_tile(t, c, wg: gl.constexpr, p, s):
     first = t.first + wg * ROWS
     i = gl.arange(0, ROWS, ROW)
     high = gl.where(first + i < p.q_blocks * p.PROBES, keys_seen(sampled_row(first + i, p), p), 0)
-    q_factor = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
+    q_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
     if p.INT8:
         row = t.bh.to(gl.int64) * p.q_len + sampled_row(first + i, p)
-        q_factor *= gl.load(p.Q_SCALE + row, mask=first + i < p.q_blocks * p.PROBES, other=0.0)
+        q_scale = gl.load(p.Q_SCALE + row, mask=first + i < p.q_blocks * p.PROBES, other=0.0) * p.scale
     best = gl.full([ROWS], NOTHING, gl.float32, ROW)
     total = gl.full([ROWS], 0.0, gl.float32, ROW)
     width = p.words * WORD
@@ -351,10 +410,7 @@ def probe_tile(t, c, wg: gl.constexpr, p, s):
     place = logs + i
     steps = steps_of(first, ROWS, p)
     edge = gl.minimum(keys_seen(sampled_row(first, p), p) // STEP, steps)  # all rows see every key before
-    for step in range(edge):
-        best, total = fold_step(best, total, q, q_factor, high, place, step, c, p, s, False)
-    for step in range(edge, steps):
-        best, total = fold_step(best, total, q, q_factor, high, place, step, c, p, s, True)
+    best, total = fold_steps(best, total, q, q_scale, high, place, edge, steps, c, p, s)
     for step in range(steps, t.steps):  # that only other warpgroups' rows see
         stage, parity = ring(c + step, p)
         mbarrier.wait(s.full.index(stage), parity)
@@ -412,11 +468,12 @@ def probe(
     heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here, scale,
     q_batch, q_head, q_row,
     INT8: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr,
-    WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    WGS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here,
-        scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS, STAGES,
+        scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS,
+        AHEAD, STAGES,
     )  # fmt: skip
     BITS: gl.constexpr = 8 if INT8 else 16
     SWIZZLE: gl.constexpr = 128 if D * BITS >= 1024 else 64

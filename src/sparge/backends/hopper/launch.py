@@ -39,7 +39,9 @@ BLOCK_KEYS = (64, 128)
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
 SHARED_BYTES = 227 << 10
 NARROW = 128  # value channels whose float32 sums fit shared memory, and registers of three warpgroups
-WIDE_FROM = 6144  # keys: wide steps gain at 8,192 and lose at 4,096, where the tail is a large part of a list
+# Keys from which on wide steps pay, without and with an LSE: in shorter lists the tail is a large part. With an LSE
+# every probability takes an exponential, and they lose at 4,096 and gain at 8,192.
+WIDE_FROM = {False: 4096, True: 6144}
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -167,7 +169,8 @@ def _plan(
 def _units(problem: Signature, size: Sizes, warpgroups: int, second: bool) -> int:
     """Of 64 keys in a whole step: four where registers allow it and lists are long enough to fill such steps."""
     widest = NARROW // 2 if problem.needs_lse else NARROW  # exact sums of rows keep probabilities in registers
-    return 4 if warpgroups == 2 and size.dvp <= widest and not second and size.k_len >= WIDE_FROM else 2
+    long = size.k_len >= WIDE_FROM[problem.needs_lse]
+    return 4 if warpgroups == 2 and size.dvp <= widest and not second and long else 2
 
 
 def _stages(size: Sizes, warpgroups: int, units: int) -> int:
