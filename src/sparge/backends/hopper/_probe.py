@@ -45,6 +45,11 @@ STEP = gl.constexpr(128)  # keys
 WORD = gl.constexpr(32)
 SLACK = gl.constexpr(40.0)  # bits that a score may exceed the row's best by before that follows: 2^40 is small in 32
 CHUNK = gl.constexpr(64)  # blocks whose shares are made at once
+GROUPS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)  # what a thread holds of 64 rows' groups of 64 keys: those of two rows
 
 
 @aggregate
@@ -80,13 +85,14 @@ class Problem:
     PROBES: gl.constexpr
     WGS: gl.constexpr
     AHEAD: gl.constexpr  # products run while the scores of the step before are looked at
+    LAG: gl.constexpr  # cycles that a warpgroup begins a tile after the one before
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head,
         heads_here, scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES,
-        INT8, DIM, D, BQ, BK, PROBES, WGS, AHEAD, STAGES,
+        INT8, DIM, D, BQ, BK, PROBES, WGS, AHEAD, LAG, STAGES,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len, self.q_blocks = heads, group, q_len, k_len, q_blocks
         self.share_rows, self.words, self.k_units, self.right = share_rows, words, k_units, right
@@ -95,7 +101,8 @@ class Problem:
         self.q_batch, self.q_head, self.q_row = q_batch, q_head, q_row
         self.Q, self.LOGS, self.SHARES = Q, LOGS, SHARES
         self.DIM, self.D, self.BQ, self.BK = map(gl.constexpr, (DIM, D, BQ, BK))
-        self.PROBES, self.WGS, self.AHEAD, self.STAGES = map(gl.constexpr, (PROBES, WGS, AHEAD, STAGES))
+        self.PROBES, self.WGS, self.STAGES = map(gl.constexpr, (PROBES, WGS, STAGES))
+        self.AHEAD, self.LAG = map(gl.constexpr, (AHEAD, LAG))
 
 
 @aggregate
@@ -233,33 +240,89 @@ def start_scores(q, stage, p, s):
 def group_best(raw):
     """The largest of the sixteen scores that a thread holds of each row and 64 keys, [64, 4]: its group's."""
     best = gl.max(raw.reshape([ROWS, UNIT // 8, 8]), 1)
-    return gl.max(best.reshape([ROWS, 4, 2]), 2)
+    return gl.convert_layout(gl.max(best.reshape([ROWS, 4, 2]), 2), GROUPS, assert_trivial=True)
 
 
 @gluon.jit
-def per_group(x, groups):
-    """A number per row, where `groups` holds the row."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, groups.type.layout), assert_trivial=True), 1)
+def per_group(x):
+    """A number per row, in all threads that hold the row's groups."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, GROUPS), assert_trivial=True), 1)
 
 
 @gluon.jit
 def scaled(best, factor, MASK: gl.constexpr, INT8: gl.constexpr):
     """Scores of groups to base 2; what is hidden or broken is passed over."""
-    scores = best.to(gl.float32) * per_group(factor, best)
+    scores = best.to(gl.float32) * per_group(factor)
     if INT8 and MASK:
         scores = gl.where(best == HIDDEN, float("-inf"), scores)
-    return gl.where(scores == scores, scores, float("-inf"))
-
-
-@gluon.jit
-def of_row(x):
-    return gl.convert_layout(x, ROW, assert_trivial=True)
+    return gl.maximum(scores, float("-inf"))  # of a number and NaN it is the number
 
 
 @gluon.jit
 def log2(x):
     """One instruction, good to 22 bits; Triton's takes twenty."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def follow_code():
+    """PTX for a thread's two rows, best $0 $1, total $2 $3, top of a step $4 $5: where the row's top exceeds best by
+    more than SLACK, best becomes it. Four threads hold a row; they ask each other only where a thread of the warp has
+    such a top."""
+    code = "{ .reg .pred p0, p1, some; .reg .f32 t0, t1, a0, a1, o; "
+    for i in range(2):
+        code += f"add.f32 t{i}, ${i}, {SLACK.value:.1f}; setp.gt.f32 p{i}, ${4 + i}, t{i}; "
+    code += "or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @!some bra.uni DONE; "
+    for i in range(2):
+        code += f"shfl.sync.bfly.b32 o, ${4 + i}, 1, 31, -1; max.f32 a{i}, o, ${4 + i}; "
+        code += f"shfl.sync.bfly.b32 o, a{i}, 2, 31, -1; max.f32 a{i}, o, a{i}; setp.gt.f32 p{i}, a{i}, t{i}; "
+        code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; @p{i} mul.f32 ${2 + i}, ${2 + i}, o; "
+        code += f"@p{i} mov.f32 ${i}, a{i}; "
+    return code + "DONE: }"
+
+
+@gluon.jit
+def follow(best, total, top):
+    """The rows' best, and total relative to it, after a step whose groups' largest scores are `top`."""
+    CODE: gl.constexpr = follow_code()
+    return gl.inline_asm_elementwise(
+        CODE, "=f,=f,=f,=f,f,f,0,1,2,3", [top, best, total], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
+    )
+
+
+@gluon.constexpr_function
+def gather_code(BLOCKS):
+    """PTX: the logarithms of one row's weight in a step, $0 = $1; a thread has the groups of two rows in two units of
+    keys, $2 $3 and $4 $5, relative to $6 $7, and is the $8-th of four that hold them.
+
+    Each keeps what it will have the sum of and sends the rest: odd threads get the second row, the last two the second
+    unit, or, if both belong to one block, the sum of both.
+    """
+    swap = "selp.f32 k, {1}, {0}, odd; selp.f32 s, {0}, {1}, odd; shfl.sync.bfly.b32 s, s, 1, 31, -1; add.f32 {2}, k, s; "
+    code = "{ .reg .pred odd, late; .reg .b32 i; .reg .f32 k, s, x, y; and.b32 i, $8, 1; setp.ne.s32 odd, i, 0; "
+    if BLOCKS == 2:
+        code += "setp.gt.s32 late, $8, 1; " + swap.format("$2", "$3", "x") + swap.format("$4", "$5", "y")
+        code += "selp.f32 k, y, x, late; selp.f32 s, x, y, late; shfl.sync.bfly.b32 s, s, 2, 31, -1; add.f32 x, k, s; "
+    else:
+        code += "add.f32 x, $2, $4; add.f32 y, $3, $5; " + swap.format("x", "y", "x")
+        code += "shfl.sync.bfly.b32 s, x, 2, 31, -1; add.f32 x, x, s; "
+    return code + "lg2.approx.ftz.f32 x, x; selp.f32 k, $7, $6, odd; add.f32 $0, x, k; mov.f32 $1, $0; }"
+
+
+@gluon.jit
+def store_logs(logs, a, b, best, step, p):
+    """The logarithms of a step's blocks' weights, to [block, row]: each thread stores one."""
+    BLOCKS: gl.constexpr = STEP // p.BK
+    CODE: gl.constexpr = gather_code(BLOCKS)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, GROUPS)), 1)
+    which = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
+    which, row = gl.broadcast(which, row)
+    sums = gl.inline_asm_elementwise(
+        CODE, "=f,=f,f,f,f,f,f,f,r,r", [a, b, best, which], dtype=gl.float32, is_pure=True, pack=2
+    )
+    block = which // 2 if BLOCKS == 2 else 0
+    place = logs + (BLOCKS * step + block) * ROWS + ((row & ~8) | (which % 2 * 8))  # a thread's rows are 8 apart
+    gl.store(place, sums, mask=((row & 8) == 0) & (which // 2 < BLOCKS))
 
 
 @gluon.jit
@@ -293,19 +356,10 @@ def fold_scores(raw, a_scale, b_scale, best, total, q_scale, high, logs, step, p
         b = gl.where(column < gl.expand_dims(high - step * STEP - UNIT, 1), b, UNSEEN)
     a = scaled(group_best(a), q_scale * a_scale, MASK, p.INT8)
     b = scaled(group_best(b), q_scale * b_scale, MASK, p.INT8)
-    top = of_row(gl.max(gl.maximum(a, b), 1))
-    best_now = gl.where(top > best + SLACK, top, best)
-    shift = per_group(best_now, a)
-    a, b = gl.exp2(a - shift), gl.exp2(b - shift)
-    if p.BK == 128:
-        weight = of_row(gl.sum(a + b, 1))
-        gl.store(logs + step * ROWS, log2(weight) + best_now)
-    else:
-        a_weight, b_weight = of_row(gl.sum(a, 1)), of_row(gl.sum(b, 1))
-        gl.store(logs + 2 * step * ROWS, log2(a_weight) + best_now)
-        gl.store(logs + (2 * step + 1) * ROWS, log2(b_weight) + best_now)
-        weight = a_weight + b_weight
-    return best_now, total * gl.exp2(best - best_now) + weight
+    best, total = follow(best, total, gl.maximum(a, b))
+    a, b = gl.exp2(a - best), gl.exp2(b - best)
+    store_logs(logs, a, b, best, step, p)
+    return best, total + (a + b)
 
 
 @gluon.jit
@@ -353,6 +407,27 @@ def fold_steps(best, total, q, q_scale, high, logs, edge, steps, c, p, s):
         for step in range(edge, steps):
             best, total = fold_step(best, total, q, q_scale, high, logs, step, c, p, s, True)
     return best, total
+
+
+@gluon.constexpr_function
+def spin_code(cycles):
+    """PTX: nothing, for so many cycles."""
+    wait = f"setp.lt.u32 early, b, {cycles}; @early bra.uni SPIN; "
+    return "{ .reg .u32 a, b; .reg .pred early; mov.u32 a, %clock; SPIN: mov.u32 b, %clock; sub.u32 b, b, a; " + wait + "}"
+
+
+@gluon.jit
+def fall_behind(best, t, c, wg: gl.constexpr, p, s):
+    """Begin a tile some cycles after the warpgroup before.
+
+    The tensor core serves all alike: those that begin together multiply together, and then all look at scores while it
+    rests. Those that begin apart stay apart.
+    """
+    CODE: gl.constexpr = spin_code(wg * p.LAG)
+    stage, parity = ring(c, p)
+    if t.steps > 0:
+        mbarrier.wait(s.full.index(stage), parity)
+    return gl.inline_asm_elementwise(CODE, "=f,=f,0,1", [best], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -403,21 +478,24 @@ def probe_tile(t, c, wg: gl.constexpr, p, s):
     if p.INT8:
         row = t.bh.to(gl.int64) * p.q_len + sampled_row(first + i, p)
         q_scale = gl.load(p.Q_SCALE + row, mask=first + i < p.q_blocks * p.PROBES, other=0.0) * p.scale
-    best = gl.full([ROWS], NOTHING, gl.float32, ROW)
-    total = gl.full([ROWS], 0.0, gl.float32, ROW)
+    best = gl.full([ROWS, 4], NOTHING, gl.float32, GROUPS)
+    total = gl.full([ROWS, 4], 0.0, gl.float32, GROUPS)  # of each thread's groups
     width = p.words * WORD
     logs = p.LOGS + (gl.program_id(0) * p.WGS + wg).to(gl.int64) * ((width + 1) * ROWS)
-    place = logs + i
     steps = steps_of(first, ROWS, p)
     edge = gl.minimum(keys_seen(sampled_row(first, p), p) // STEP, steps)  # all rows see every key before
-    best, total = fold_steps(best, total, q, q_scale, high, place, edge, steps, c, p, s)
+    if wg * p.LAG > 0:
+        best = fall_behind(best, t, c, wg, p, s)
+    best, total = fold_steps(best, total, q, q_scale, high, logs, edge, steps, c, p, s)
     for step in range(steps, t.steps):  # that only other warpgroups' rows see
         stage, parity = ring(c + step, p)
         mbarrier.wait(s.full.index(stage), parity)
         # No products keep the warps together here: one that falls behind by a turn of the ring would wait for ever.
         wait_for_all()
         mbarrier.arrive(s.empty.index(stage), count=1)
-    gl.store(logs + width * ROWS + i, best + log2(total))
+    row_best = gl.convert_layout(gl.max(best, 1), ROW, assert_trivial=True)
+    row_total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
+    gl.store(logs + width * ROWS + i, row_best + log2(row_total))
     wait_for_all()  # every thread's logarithms are written before another reads them
     make_shares(t, steps * (STEP // p.BK), logs, wg, p)
 
@@ -468,12 +546,12 @@ def probe(
     heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here, scale,
     q_batch, q_head, q_row,
     INT8: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr,
-    WGS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    WGS: gl.constexpr, AHEAD: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here,
         scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS,
-        AHEAD, STAGES,
+        AHEAD, LAG, STAGES,
     )  # fmt: skip
     BITS: gl.constexpr = 8 if INT8 else 16
     SWIZZLE: gl.constexpr = 128 if D * BITS >= 1024 else 64

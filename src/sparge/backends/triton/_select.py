@@ -17,8 +17,43 @@ from sparge import probing
 from sparge.backends.triton._prepare import SEQUENCE_TILE, head_row, sequence, slot_of
 
 WORD = tl.constexpr(32)
+CLAIMED = tl.constexpr(1.0e6)  # beyond every share
 NEIGHBOUR = tl.constexpr(probing.NEIGHBOUR)
 FULL_LENGTH = tl.constexpr(probing.FULL_LENGTH)
+
+
+@triton.jit
+def sub_row_of(n, SUBS: tl.constexpr):
+    """Which sub-row of its program a row of the products is.
+
+    A thread of a tensor core holds rows that are eight apart, of sixteen: they belong to one query block, so that half
+    of what is added up over a block's sub-rows needs no exchange.
+    """
+    sub = n
+    if SUBS > 1:
+        sub = n // 16 * 16 + n % 8 // (SUBS // 2) * SUBS + n % 16 // 8 * (SUBS // 2) + n % (SUBS // 2)
+    return sub
+
+
+@triton.jit
+def over_sub_rows(x, SUBS: tl.constexpr):
+    """Sums of [rows, ...] over the sub-rows of each query block, in the order of sub_row_of."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    if SUBS > 1:
+        x = tl.sum(tl.reshape(x, [ROWS // 16, 2, 16 // SUBS, SUBS // 2, COLUMNS]), 1)
+        x = tl.reshape(tl.sum(x, 2), [ROWS // SUBS, COLUMNS])
+    return x
+
+
+@triton.jit
+def to_sub_rows(x, SUBS: tl.constexpr):
+    """A number per query block, [blocks], for each of its sub-rows."""
+    BLOCKS: tl.constexpr = x.shape[0]
+    if SUBS > 1:
+        x = tl.reshape(x, [BLOCKS * SUBS // 16, 1, 16 // SUBS, 1])
+        x = tl.reshape(tl.broadcast_to(x, [BLOCKS * SUBS // 16, 2, 16 // SUBS, SUBS // 2]), [BLOCKS * SUBS])
+    return x
 
 
 @triton.jit
@@ -215,9 +250,13 @@ def keep_chunk(
     RIGHT_EDGE: tl.constexpr, USE_PROBE: tl.constexpr, STORED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of a chunk are kept, packed: what any sub-row claims, and what is always kept."""
-    QUERY_BLOCKS: tl.constexpr = query.shape[0] // Q_SUBS
     block = first + tl.arange(0, CHUNK)
     inside = block < k_blocks
+    column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
+    if PROTECT:
+        column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
+    if USE_PROBE:
+        probed = probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK)
     if STORED:
         weight = stored_weights(WEIGHTS, SHIFTS, first, shift, query.shape[0], CHUNK)
     else:
@@ -226,33 +265,27 @@ def keep_chunk(
             D, DP, BK, K_SUBS, PART, CHUNK, HAS_VALID, WHOLE,
         )  # fmt: skip
     claimed = ~(weight < cut[:, None]) | broken[:, None]
-    column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
+    # Rows without a total, and blocks that are not judged, add nothing.
+    share = weight * to_share[:, None] if USE_PROBE else tl.zeros_like(weight)
     if not WHOLE:
-        seen = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
-        claimed = claimed & seen
+        judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
+        seen = over_sub_rows(judged.to(tl.int32), Q_SUBS) != 0
         if JUDGE:
             similar = similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)
-            claimed = claimed & similar[None, :]
+            judged = judged & similar[None, :]
             column_kept = column_kept | ~similar
-    if PROTECT:
-        column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
-    keep = tl.max(tl.reshape(claimed.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0
+        claimed = claimed & judged
+        share = tl.where(judged, share, 0.0)
+    share = over_sub_rows(tl.where(claimed, CLAIMED, share), Q_SUBS)
     if USE_PROBE:
-        # Rows without a total, and blocks that are not judged, add nothing.
-        share = weight * to_share[:, None]
-        if not WHOLE:
-            judged = seen & similar[None, :] if JUDGE else seen
-            share = tl.where(judged, share, 0.0)
-        share = tl.sum(tl.reshape(share, [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1)
-        share += probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK)
-        keep = keep | (share > asked)
-    keep = keep | column_kept[None, :] | row_kept[:, None]
+        share += probed
+    keep = (share > asked) | column_kept[None, :] | row_kept[:, None]
     if RIGHT_EDGE:
         start = (block * BK)[None, :]
         stop = tl.minimum(start + BK, k_len)
         keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < stop))
     if not WHOLE:
-        keep = keep & (tl.max(tl.reshape(seen.to(tl.int32), [QUERY_BLOCKS, Q_SUBS, CHUNK]), 1) != 0)
+        keep = keep & seen
     return pack_words(keep)
 
 
@@ -308,7 +341,7 @@ def select(
         SHIFTS += tl.program_id(0).to(tl.int64) * chunks * ROWS
 
     # This program's sub-rows, and the keys each may see.
-    sub_row = tile * ROWS + tl.arange(0, ROWS)
+    sub_row = tile * ROWS + sub_row_of(tl.arange(0, ROWS), Q_SUBS)
     top = sub_row * SUB_ROWS
     exists = top < q_len
     bottom = tl.minimum(top + SUB_ROWS, q_len) - 1
@@ -403,8 +436,7 @@ def select(
     if USE_PROBE:
         # Shares are means over the sub-rows that judge anything; twice the mean of both kinds is compared.
         judges = ((total > 0) & ~broken).to(tl.float32)
-        mates = tl.sum(tl.reshape(judges, [QUERY_BLOCKS, Q_SUBS]), 1)
-        mates = tl.reshape(tl.broadcast_to(mates[:, None], [QUERY_BLOCKS, Q_SUBS]), [ROWS])
+        mates = to_sub_rows(tl.reshape(over_sub_rows(judges[:, None], Q_SUBS), [QUERY_BLOCKS]), Q_SUBS)
         to_share = tl.where(judges > 0, 1.0 / (tl.where(judges > 0, total, 1.0) * tl.maximum(mates, 1.0)), 0.0)
         valid_keys = tl.load(BEFORE + k_len) if HAS_VALID else k_len  # padding must not count
         length = tl.maximum(valid_keys, FULL_LENGTH).to(tl.float32)
@@ -420,31 +452,30 @@ def select(
     if PROTECT:
         row_kept = row_kept | (tl.load(Q_PROTECTED + query_block, mask=query_block < q_blocks, other=0) != 0)
     place = BITS + (q_place + query_block) * words
-    # Without a bounded left side the rows see from the first key on; else no chunk is seen whole.
-    whole = tl.where(begin == 0, edge, 0)
-    for first in range(0, whole, CHUNK):
+    there = (query_block < q_blocks)[:, None]
+    word = tl.arange(0, CHUNK // WORD)[None, :]
+    for first in range(begin, edge, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
             WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
             first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
             D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, True,
         )  # fmt: skip
-        word = first // WORD + tl.arange(0, CHUNK // WORD)
-        there = (query_block < q_blocks)[:, None]
-        tl.store(place[:, None] + word[None, :], packed, mask=there)
-    for first in range(whole, k_blocks, CHUNK):
+        tl.store(place[:, None] + (first // WORD + word), packed, mask=there)
+    for first in range(edge, end, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
             WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
             first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
             D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, False,
         )  # fmt: skip
-        word = first // WORD + tl.arange(0, CHUNK // WORD)
-        present = (query_block < q_blocks)[:, None] & (word < words)[None, :]
-        tl.store(place[:, None] + word[None, :], packed, mask=present)
-    if PACKED:  # a shorter sequence has fewer key blocks than there are bits
-        for word in range(tl.cdiv(k_blocks, CHUNK) * (CHUNK // WORD), words):
-            tl.store(place + word, query_block * 0, mask=query_block < q_blocks)
+        tl.store(place[:, None] + (first // WORD + word), packed, mask=there & (first // WORD + word < words))
+    # Blocks that no row sees.
+    nothing = tl.zeros([QUERY_BLOCKS, CHUNK // WORD], tl.int32)
+    for first in range(0, begin // WORD, CHUNK // WORD):
+        tl.store(place[:, None] + (first + word), nothing, mask=there)
+    for first in range(tl.cdiv(tl.maximum(end, begin), CHUNK) * (CHUNK // WORD), words, CHUNK // WORD):
+        tl.store(place[:, None] + (first + word), nothing, mask=there & (first + word < words))
 
 
 @triton.jit
