@@ -777,34 +777,35 @@ def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
 
 
 @gluon.jit
-def fold_steps(acc, total, best, base, skipped, q, rows, q_scale, lam, t, first, last, c, wg: gl.constexpr, p, s,
+def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t, first, last, c, wg: gl.constexpr, p, s,
                MASK: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Fold the tile's steps from first to last; the program's count of steps is c before the tile.
 
-    What came before is in `exact`, relative to 2^base; after the tile's last step it has joined acc.
+    If `aside`, what came before is in `exact`, relative to 2^base.
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     WIDE: gl.constexpr = p.UNITS == 4 and not MASK and not TAIL
     LEAP: gl.constexpr = PROMOTE // 2 if WIDE else PROMOTE
-    if first < last:  # says nothing new, but the machine code that was timed is the one with it
-        begin = first
-        while begin < last:
-            end = gl.minimum(begin + LEAP, last)
-            for step in range(begin, end):
-                if WIDE:
-                    acc, total, best = fold_wide_step(acc, total, best, q, q_scale, step, c, p, s)
-                else:
-                    acc, total, best, skipped = fold_step(
-                        acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg, p, s, MASK, TAIL
-                    )
-            if begin > 0:
-                acc = promoted(acc, best, base, wg, p, s)
-            if end < t.steps:
+    begin = first
+    while begin < last:
+        end = gl.minimum(begin + LEAP, last)
+        for step in range(begin, end):
+            if WIDE:
+                acc, total, best = fold_wide_step(acc, total, best, q, q_scale, step, c, p, s)
+            else:
+                acc, total, best, skipped = fold_step(
+                    acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg, p, s, MASK, TAIL
+                )
+        if not TAIL:  # which has few steps
+            if end < last:
+                if aside != 0:
+                    acc = promoted(acc, best, base, wg, p, s)
                 put_aside(acc, wg, p, s)
                 acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
                 base = best
-            begin = end
-    return acc, total, best, base, skipped
+                aside = aside * 0 + 1
+        begin = end
+    return acc, total, best, base, aside, skipped
 
 
 @gluon.jit
@@ -877,25 +878,29 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
         skipped = tile * 0
+        aside = tile * 0
         lam = p.scale
         if p.SECOND:
             lam = gl.load(p.LAMBDA + t.at.bh % p.heads) * 1.4426950408889634
         mbarrier.wait(s.q_full.index(turn & 1), (turn >> 1) & 1)
         q = s.q.index((turn & 1) * p.WGS + wg)
-        acc, total, best, base, skipped = fold_steps(
-            acc, total, best, best, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s, True, False
-        )
+        acc, total, best, base, aside, skipped = fold_steps(
+            acc, total, best, best, aside, skipped, q, rows, q_scale, lam, t, 0, t.masked_steps, c, wg, p, s,
+            True, False,
+        )  # fmt: skip
         if p.TAIL:
             q = queries_again(turn, wg, p, s)
-            acc, total, best, base, skipped = fold_steps(
-                acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.narrow_steps, c, wg, p, s,
-                False, True,
+            acc, total, best, base, aside, skipped = fold_steps(
+                acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t, t.masked_steps, t.narrow_steps, c, wg,
+                p, s, False, True,
             )  # fmt: skip
         q = queries_again(turn, wg, p, s)
-        acc, total, best, base, skipped = fold_steps(
-            acc, total, best, base, skipped, q, rows, q_scale, lam, t, t.narrow_steps, t.steps, c, wg, p, s,
+        acc, total, best, base, aside, skipped = fold_steps(
+            acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t, t.narrow_steps, t.steps, c, wg, p, s,
             False, False,
         )  # fmt: skip
+        if aside != 0:
+            acc = promoted(acc, best, base, wg, p, s)
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps
