@@ -13,7 +13,7 @@ from problems import problem
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, reference
-from sparge.backends.hopper import launch, launch_probe
+from sparge.backends.hopper import launch, launch_prepare, launch_probe
 from sparge.backends.hopper.launch import CHIP, HopperBackend
 from sparge.backends.triton.launch import TritonBackend
 from sparge.backends.triton.launch_select import shares_of
@@ -370,3 +370,31 @@ def test_the_probe_keeps_what_the_portable_kernel_keeps(is_causal, watchdog):
     assert (got != want).float().mean() <= 1e-3  # ties
     for _ in range(50):
         assert torch.equal(HOPPER.select(blocks, config).bits, HOPPER.select(blocks, config).bits)
+
+
+def assert_same_numbers(got: Tensor, want: Tensor) -> None:
+    """NaN in the same places too."""
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_preparation_gives_what_the_portable_one_gives(part, watchdog):
+    """Bit for bit: both let the tensor core rotate and add, and round alike."""
+    rng = random.Random(f"preparation {part}")
+    torch.manual_seed(part)
+    block, subblocks = rng.choice((((128, 64), (4, 2)), ((256, 128), (8, 4)), ((64, 64), (1, 8)), ((128, 128), (8, 2))))
+    config = SparseConfig(quantization="int8-fp8", block=block, subblocks=subblocks)
+    taken = 0
+    while taken < 12:
+        inputs = replace(a_problem(rng, rng.choice((64, 80, 128))), needs_lse=False)
+        if not launch_prepare.takes(inputs, config):
+            continue
+        taken += 1
+        spoilt = rng.choice((inputs.key, inputs.value, None))
+        if spoilt is not None:
+            spoilt[0, -1, spoilt.shape[2] // 2, 3] = rng.choice((float("inf"), float("nan"), 3e4))
+        got, want = HOPPER.summarize(inputs, config), PORTABLE.summarize(inputs, config)
+        for name in ("q_means", "k_means", "v_finite"):
+            assert_same_numbers(getattr(got, name), getattr(want, name))
+        for name in ("query", "query_scale", "key", "key_scale", "value", "value_scale", "value_mean"):
+            assert_same_numbers(getattr(got.quantized, name), getattr(want.quantized, name))

@@ -16,7 +16,7 @@ import aot
 from problems import EXACT
 
 from sparge import SparseConfig
-from sparge.backends.hopper import launch, launch_probe
+from sparge.backends.hopper import launch, launch_prepare, launch_probe
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
 from sparge.stages import Output, Redo
@@ -261,3 +261,64 @@ def test_the_probe_takes_any_numbers_that_have_int8_copies(monkeypatch, quantiza
     found = probe_launch(monkeypatch, inputs, replace(config, quantization=quantization))
     assert "hopper" in found[0].__module__.split(".")
     assert found[2]["INT8"]
+
+
+def prepare_launches(monkeypatch, inputs: Inputs, config: SparseConfig) -> list[tuple]:
+    """Hopper's own, in their order."""
+    pose_as_hopper(monkeypatch)
+    noted = []
+    with aot.recorded_launches(noted):
+        launch.HopperBackend().summarize(inputs, config)
+    return [launched for launched in noted if "hopper" in launched[0].__module__]
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "block", "subblocks"),
+    [((128, 128), torch.bfloat16, (128, 64), (4, 2)), ((64, 64), torch.float16, (256, 128), (8, 4)),
+     ((96, 80), torch.bfloat16, (64, 64), (1, 8))],
+    ids=str,
+)  # fmt: skip
+def test_preparation_compiles_and_fits(monkeypatch, dims, dtype, block, subblocks):
+    q, k, v = (torch.empty(1, 2, 1000, dim, dtype=dtype) for dim in (dims[0], *dims))
+    config = SparseConfig(quantization="int8-fp8", block=block, subblocks=subblocks)
+    launches = prepare_launches(monkeypatch, prepare_inputs(q, k, v, needs_lse=False), config)
+    assert len(launches) == len(launch_prepare.PROGRAMS)
+    for (kernel, args, kwargs), together in zip(launches, launch_prepare.PROGRAMS.values(), strict=True):
+        resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
+        reserved = 1024  # bytes of each program
+        assert together * (resources.shared_bytes + reserved) <= (aot.SHARED_MEMORY_LIMIT[ARCH] + 1) * 1024
+        assert together * resources.registers * 128 <= 65536
+        assert resources.spill_bytes == 0
+        assert not resources.serialized
+        assert "wgmma.mma_async" in resources.ptx
+        assert "cp.async.bulk.tensor" in resources.ptx
+        assert "st.global.v4" in resources.ptx  # else the copies leave byte by byte
+
+
+PLAIN = SparseConfig(quantization="int8-fp8")
+NOT_PREPARED = {
+    "lse": (ROOM[..., :128], PLAIN, {"needs_lse": True}),
+    "padding": (ROOM[..., :128], PLAIN, {"attn_mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}),
+    "float32": (ROOM[..., :128].float(), PLAIN, {}),
+    "strides": (ROOM.new_empty(1, 2, 300, 132)[..., :128], PLAIN, {}),
+    "address": (ROOM[..., 1:129], PLAIN, {}),
+    "wide": (ROOM, PLAIN, {}),
+    "16-bit values": (ROOM[..., :128], replace(PLAIN, quantization="int8"), {}),
+    "self-similarity": (ROOM[..., :128], replace(PLAIN, similarity=0.5), {}),
+    "sub-blocks of 48 rows": (ROOM[..., :128], replace(PLAIN, block=(192, 64)), {}),
+    "sub-blocks of 128 rows": (ROOM[..., :128], replace(PLAIN, subblocks=(1, 4)), {}),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PREPARED)
+def test_what_hopper_does_not_prepare_the_portable_kernels_do(monkeypatch, case):
+    x, config, settings = NOT_PREPARED[case]
+    inputs = prepare_inputs(x, x, x, **{"needs_lse": False, **settings})
+    assert not launch_prepare.takes(inputs, config)
+    assert prepare_launches(monkeypatch, inputs, config) == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"window": (5, 5)}, {"scale": -1.0}], ids=str)
+def test_what_hopper_prepares(monkeypatch, settings):
+    x = ROOM.transpose(1, 2).contiguous().transpose(1, 2)[..., :128]  # channels of all heads next to each other
+    assert len(prepare_launches(monkeypatch, prepare_inputs(x, x, x, needs_lse=False, **settings), PLAIN)) == 3

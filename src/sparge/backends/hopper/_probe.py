@@ -46,9 +46,7 @@ WORD = gl.constexpr(32)
 SLACK = gl.constexpr(40.0)  # bits that a score may exceed the row's best by before that follows: 2^40 is small in 32
 CHUNK = gl.constexpr(64)  # blocks whose shares are made at once
 GROUPS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )  # what a thread holds of 64 rows' groups of 64 keys: those of two rows
 
 
@@ -85,14 +83,13 @@ class Problem:
     PROBES: gl.constexpr
     WGS: gl.constexpr
     AHEAD: gl.constexpr  # products run while the scores of the step before are looked at
-    LAG: gl.constexpr  # cycles that a warpgroup begins a tile after the one before
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head,
         heads_here, scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES,
-        INT8, DIM, D, BQ, BK, PROBES, WGS, AHEAD, LAG, STAGES,
+        INT8, DIM, D, BQ, BK, PROBES, WGS, AHEAD, STAGES,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len, self.q_blocks = heads, group, q_len, k_len, q_blocks
         self.share_rows, self.words, self.k_units, self.right = share_rows, words, k_units, right
@@ -101,8 +98,7 @@ class Problem:
         self.q_batch, self.q_head, self.q_row = q_batch, q_head, q_row
         self.Q, self.LOGS, self.SHARES = Q, LOGS, SHARES
         self.DIM, self.D, self.BQ, self.BK = map(gl.constexpr, (DIM, D, BQ, BK))
-        self.PROBES, self.WGS, self.STAGES = map(gl.constexpr, (PROBES, WGS, STAGES))
-        self.AHEAD, self.LAG = map(gl.constexpr, (AHEAD, LAG))
+        self.PROBES, self.WGS, self.AHEAD, self.STAGES = map(gl.constexpr, (PROBES, WGS, AHEAD, STAGES))
 
 
 @aggregate
@@ -298,7 +294,8 @@ def gather_code(BLOCKS):
     Each keeps what it will have the sum of and sends the rest: odd threads get the second row, the last two the second
     unit, or, if both belong to one block, the sum of both.
     """
-    swap = "selp.f32 k, {1}, {0}, odd; selp.f32 s, {0}, {1}, odd; shfl.sync.bfly.b32 s, s, 1, 31, -1; add.f32 {2}, k, s; "
+    swap = "selp.f32 k, {1}, {0}, odd; selp.f32 s, {0}, {1}, odd; "
+    swap += "shfl.sync.bfly.b32 s, s, 1, 31, -1; add.f32 {2}, k, s; "
     code = "{ .reg .pred odd, late; .reg .b32 i; .reg .f32 k, s, x, y; and.b32 i, $8, 1; setp.ne.s32 odd, i, 0; "
     if BLOCKS == 2:
         code += "setp.gt.s32 late, $8, 1; " + swap.format("$2", "$3", "x") + swap.format("$4", "$5", "y")
@@ -409,27 +406,6 @@ def fold_steps(best, total, q, q_scale, high, logs, edge, steps, c, p, s):
     return best, total
 
 
-@gluon.constexpr_function
-def spin_code(cycles):
-    """PTX: nothing, for so many cycles."""
-    wait = f"setp.lt.u32 early, b, {cycles}; @early bra.uni SPIN; "
-    return "{ .reg .u32 a, b; .reg .pred early; mov.u32 a, %clock; SPIN: mov.u32 b, %clock; sub.u32 b, b, a; " + wait + "}"
-
-
-@gluon.jit
-def fall_behind(best, t, c, wg: gl.constexpr, p, s):
-    """Begin a tile some cycles after the warpgroup before.
-
-    The tensor core serves all alike: those that begin together multiply together, and then all look at scores while it
-    rests. Those that begin apart stay apart.
-    """
-    CODE: gl.constexpr = spin_code(wg * p.LAG)
-    stage, parity = ring(c, p)
-    if t.steps > 0:
-        mbarrier.wait(s.full.index(stage), parity)
-    return gl.inline_asm_elementwise(CODE, "=f,=f,0,1", [best], dtype=gl.float32, is_pure=False, pack=2)
-
-
 @gluon.jit
 def make_shares(t, walked, logs, wg: gl.constexpr, p):
     """The mean shares of each query block, from its rows' logarithms and totals: 0 where no row looked."""
@@ -484,8 +460,6 @@ def probe_tile(t, c, wg: gl.constexpr, p, s):
     logs = p.LOGS + (gl.program_id(0) * p.WGS + wg).to(gl.int64) * ((width + 1) * ROWS)
     steps = steps_of(first, ROWS, p)
     edge = gl.minimum(keys_seen(sampled_row(first, p), p) // STEP, steps)  # all rows see every key before
-    if wg * p.LAG > 0:
-        best = fall_behind(best, t, c, wg, p, s)
     best, total = fold_steps(best, total, q, q_scale, high, logs, edge, steps, c, p, s)
     for step in range(steps, t.steps):  # that only other warpgroups' rows see
         stage, parity = ring(c + step, p)
@@ -546,12 +520,12 @@ def probe(
     heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here, scale,
     q_batch, q_head, q_row,
     INT8: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr,
-    WGS: gl.constexpr, AHEAD: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    WGS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here,
         scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS,
-        AHEAD, LAG, STAGES,
+        AHEAD, STAGES,
     )  # fmt: skip
     BITS: gl.constexpr = 8 if INT8 else 16
     SWIZZLE: gl.constexpr = 128 if D * BITS >= 1024 else 64

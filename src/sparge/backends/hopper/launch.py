@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends.hopper import launch_16bit, launch_probe
+from sparge.backends.hopper import launch_16bit, launch_prepare, launch_probe
 from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import TritonBackend, capability, on_device
+from sparge.backends.triton.launch import TritonBackend, capability, on_device, summarize_by_kinds
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
     LOG2_E,
@@ -77,6 +77,11 @@ class HopperBackend(TritonBackend):
         if _warpgroups(config.block[0]) == 3 and inputs.value.shape[-1] > NARROW:
             return f"takes blocks of 128 or 256 rows with head_dim above {NARROW}, not {config.block}"
         return None if config.quantization in ("auto", "int8-fp8") else launch_16bit.refusal_of(inputs, config)
+
+    def summarize(self, inputs: Inputs, config: SparseConfig) -> Blocks:
+        own = functools.partial(launch_prepare.own_passes, config=config, processors=_processors(inputs.query.device))
+        with on_device(inputs.query):
+            return summarize_by_kinds(inputs, config, own)
 
     def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
         device = blocks.inputs.query.device

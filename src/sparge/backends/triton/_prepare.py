@@ -116,15 +116,17 @@ def rotate_wide(X, rows, x_row, x_dim, real, matrix, D: tl.constexpr):
 
 @triton.jit
 def round_to_int8(x, inverse):
-    """Integers in [-127, 127], channels in the order a tensor core's result leaves a thread's registers.
+    """Integers in [-127, 127], channels of each 64 in the order a tensor core's result leaves a thread's registers.
 
-    Q and K are permuted alike, which leaves their products unchanged, and every thread stores contiguous bytes.
+    Q and K are permuted alike, which leaves their products unchanged, and every thread stores sixteen bytes at a time,
+    next to those of its neighbours.
     """
     ROWS: tl.constexpr = x.shape[0]
     DP: tl.constexpr = x.shape[1]
+    TOGETHER: tl.constexpr = DP if DP < 64 else 64
     bits = (x * inverse + ROUND).to(tl.int32, bitcast=True)
-    integers = tl.reshape(bits.to(tl.int8), [ROWS, DP // 8, 4, 2])
-    return tl.reshape(tl.permute(integers, (0, 2, 1, 3)), [ROWS, DP])
+    integers = tl.reshape(bits.to(tl.int8), [ROWS, DP // TOGETHER, TOGETHER // 8, 4, 2])
+    return tl.reshape(tl.permute(integers, (0, 1, 3, 2, 4)), [ROWS, DP])
 
 
 @triton.jit

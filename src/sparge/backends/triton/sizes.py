@@ -114,7 +114,10 @@ def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict
     """Sub-rows per program, sub-blocks per product, key blocks per step."""
     part = min(subblocks, 4 if widest <= 128 and chip != 100 else 2)
     warps = 4 if chip == 90 and widest <= 128 and subblocks <= 4 and not searches else 8  # four would spill elsewhere
-    return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": 3 if widest <= 128 else 2}
+    chunk = 64 if warps == 4 and subblocks <= 2 else 32
+    # Where three stages let one program on a multiprocessor only, two are faster.
+    stages = 2 if widest > 128 or (chip == 90 and part * chunk * widest >= 128 * 128) else 3
+    return {"ROWS": 64, "PART": part, "CHUNK": chunk, "num_warps": warps, "num_stages": stages}
 
 
 def probe_sizes(chip: int, widest: int, block_keys: int, float32: bool, rows: int) -> dict[str, int]:
