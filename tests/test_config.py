@@ -16,7 +16,7 @@ def test_defaults_are_the_documented_ones():
     config = SparseConfig()
     assert config.rule == ("gap", "probe")
     assert (config.gap, config.probe, config.probe_rows) == (4.0, 0.003, 4)
-    assert (config.subblocks, config.block, config.sinks) == ((4, 2), (128, 64), 1)
+    assert (config.subblocks, config.block, config.sinks) == ((4, 4), (128, 64), 1)
     assert config.similarity is None
     assert config.pv_threshold is None
     assert config.quantization == "auto"

@@ -88,7 +88,7 @@ def assert_same_rows(got: Tensor, want: Tensor, quantization: str = "int8-fp8") 
     one_row, all_rows = (0.12, 0.03) if quantization == "int8-fp8" else (0.02, 0.005)
     error, size = ((x.abs().sum(-1)) for x in (got - want, want))
     assert (error <= one_row * size).all()  # NaN fails, and so does anything but 0 where 0 is right
-    if size.numel() >= 64:
+    if (size > 0).sum() >= 64:  # rows that saw something: the mean of few is any of them
         assert error.sum() <= all_rows * size.sum()
 
 

@@ -61,7 +61,7 @@ class SparseConfig:
     topk: PerHead = 0.5
     probe: PerHead = 0.003
     probe_rows: int = 4
-    subblocks: tuple[int, int] = (4, 2)
+    subblocks: tuple[int, int] = (4, 4)
     similarity: PerHead | None = None
     pv_threshold: PerHead | None = None
     quantization: str = "auto"
