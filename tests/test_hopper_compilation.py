@@ -314,7 +314,7 @@ NOT_PREPARED = {
 def test_what_hopper_does_not_prepare_the_portable_kernels_do(monkeypatch, case):
     x, config, settings = NOT_PREPARED[case]
     inputs = prepare_inputs(x, x, x, **{"needs_lse": False, **settings})
-    assert not launch_prepare.takes(inputs, config)
+    assert not launch_prepare.takes(inputs.signature, config)
     assert prepare_launches(monkeypatch, inputs, config) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,16 +44,25 @@ def refusal_of(inputs: Inputs, config: SparseConfig) -> str | None:
 
 
 def has_boxes(x: Tensor) -> bool:
-    """Whether TMA can read x: strides that count must be multiples of 16 bytes."""
-    apart = [stride for stride, extent in zip(x.stride()[:3], x.shape, strict=False) if extent > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in apart)
+    return in_boxes(x.shape, x.stride(), x.data_ptr() % 16)
+
+
+def in_boxes(shape: Sequence[int], strides: Sequence[int], misalignment: int) -> bool:
+    """Whether TMA can read 16-bit numbers: strides that count must be multiples of 16 bytes."""
+    apart = [stride for stride, extent in zip(strides[:3], shape, strict=False) if extent > 1]
+    return strides[3] == 1 and misalignment == 0 and all(stride > 0 and stride % 8 == 0 for stride in apart)
 
 
 def boxes_of(x: Tensor, columns: int) -> Any:
     """A TMA descriptor of [batch, heads, tokens, channels]; channels beyond the last read as 0."""
+    return descriptor(x, *box_sizes(x.shape, x.stride(), columns))
+
+
+def box_sizes(shape: Sequence[int], strides: Sequence[int], columns: int) -> tuple[tuple[int, ...], ...]:
+    """What a descriptor says of a tensor: shape, strides, and the shape of a box."""
     # The stride of an extent of 1 does not count, but TMA refuses odd ones.
-    strides = [stride if extent > 1 else 8 * x.shape[3] for stride, extent in zip(x.stride(), x.shape, strict=True)]
-    return descriptor(x, tuple(x.shape), (*strides[:3], 1), (1, 1, UNIT, columns))
+    counted = [stride if extent > 1 else 8 * shape[3] for stride, extent in zip(strides, shape, strict=True)]
+    return tuple(shape), (*counted[:3], 1), (1, 1, UNIT, columns)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
-from sparge.backends.hopper.launch_16bit import DTYPES, boxes_of, has_boxes
-from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.launch import OwnPass, PrepareTensors
+from torch import Tensor
+
+from sparge.backends.hopper.boxes import descriptor
+from sparge.backends.hopper.launch_16bit import DTYPES, box_sizes, in_boxes
+from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.plans import KINDS, REMEMBERED
 from sparge.backends.triton.sizes import Sizes
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Signature
+from sparge.inputs import Signature
 
 TILE = 64  # tokens
 MOST_SEGMENTS = 8  # sub-blocks of a tile
@@ -20,50 +26,56 @@ PROGRAMS = {"QUERIES": 3, "KEYS": 3, "VALUES": 4}  # on each multiprocessor
 REGISTERS = {3: 168, 4: 128}  # that so many programs have
 
 
-def takes(inputs: Inputs, config: SparseConfig) -> bool:
-    (rows, keys), (a, b), tensors = config.block, config.subblocks, (inputs.query, inputs.key, inputs.value)
+@dataclass(frozen=True)
+class OwnPass:
+    """One kind of work; called as the portable launch is that it replaces."""
+
+    launch: Launch
+    source: int  # which of the portable kernel's tensors is read
+    boxes: tuple[tuple[int, ...], ...]
+    others: itemgetter[Any]  # of its tensors
+
+    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        boxes = descriptor(tensors[self.source], *self.boxes)
+        self.launch((boxes, *self.others(tensors)), (boxes, *self.others(addresses)))
+
+
+def takes(problem: Signature, config: SparseConfig) -> bool:
+    (rows, keys), (a, b) = config.block, config.subblocks
     return (
         config.quantization == "int8-fp8"
         and config.similarity is None
-        and inputs.packing is None
-        and inputs.sample is None
-        and not inputs.needs_lse
-        and inputs.visibility.key_valid is None
-        and min(inputs.query.shape[2], inputs.key.shape[2]) > 0
-        and all(x.dtype in DTYPES and 32 < x.shape[3] <= 128 and has_boxes(x) for x in tensors)
-        and (inputs.query.shape[3] > 64) == (inputs.value.shape[3] > 64)
+        and problem.packing is None
+        and not problem.needs_lse
+        and not problem.has_valid
+        and problem.dtype in DTYPES
+        and all(min(shape[2:]) > 0 and 32 < shape[3] <= 128 for shape, _, _ in _read(problem))
+        and all(in_boxes(shape, strides, misaligned) for shape, strides, misaligned in _read(problem))
+        and (problem.q_shape[3] > 64) == (problem.value_dim > 64)
         and keys % TILE == 0
         and all(TILE % n == 0 and TILE // n <= MOST_SEGMENTS for n in (rows // a, keys // b))
     )
 
 
-def own_passes(inputs: Inputs, config: SparseConfig, processors: int) -> dict[str, OwnPass]:
-    """What runs in place of the portable passes over queries, keys and values; nothing where the kernel does not take
-    the problem."""
-    if not takes(inputs, config):
-        return {}
-    launches = _launches(inputs.signature, config.block, config.subblocks, processors)
-
-    def run(kind: str, x: PrepareTensors) -> None:
-        boxes = boxes_of({"QUERIES": x.query, "KEYS": x.key, "VALUES": x.value}[kind], launches[kind].constants["DP"])
-        picked = (
-            x.hadamard, x.arrived, x.v_repair, x.mean, x.rotated_mean, x.v_scale, x.v_mean, x.v_finite,
-            x.q_means, x.k_means, x.q8, x.k8, x.v8, x.q_scale, x.k_scale,
-        )  # fmt: skip
-        launches[kind]((boxes, *picked), (boxes, *addresses_of(picked)))
-
-    return {kind: functools.partial(run, kind) for kind in launches}
+def _read(problem: Signature) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+    """Shape, strides and misalignment of query, key and value."""
+    shapes = (tuple(problem.q_shape), tuple(problem.k_shape), (*problem.k_shape[:3], problem.value_dim))
+    strides = (problem.q_strides, problem.k_strides, problem.v_strides)
+    return tuple(zip(shapes, strides, problem.misalignments, strict=True))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _launches(
-    problem: Signature, block: tuple[int, int], subblocks: tuple[int, int], processors: int
-) -> dict[str, Launch]:
-    """By kind."""
+def own_passes(problem: Signature, config: SparseConfig, processors: int) -> dict[str, OwnPass]:
+    """By kind, what runs in place of the portable passes; none where the kernel does not take the problem."""
+    if not takes(problem, config):
+        return {}
     from sparge.backends.hopper import _prepare as kernels
+    from sparge.backends.triton import _prepare as portable
 
-    size, launches = Sizes.of(problem, block, True), {}
-    for kind, per_processor in PROGRAMS.items():
+    names = kernels.prepare.arg_names
+    others = itemgetter(*(portable.prepare.arg_names.index(name) for name in names[1 : names.index("heads")]))
+    size, block, passes = Sizes.of(problem, config.block, True), config.block, {}
+    for source, (kind, per_processor) in enumerate(PROGRAMS.items()):
         heads, tiles = size.kv_heads, size.padded // TILE
         if kind == "QUERIES":
             heads, tiles = size.heads, size.q_slots * block[0] // TILE
@@ -74,8 +86,10 @@ def _launches(
         )  # fmt: skip
         constants = {
             "D": size.dim, "DV": size.value_dim, "DP": size.dp, "BQ": block[0], "BK": block[1],
-            "Q_SUBS": subblocks[0], "K_SUBS": subblocks[1], "STAGES": STAGES[size.dp], "KIND": KINDS.index(kind),
-            "num_warps": 4, "maxnreg": REGISTERS[per_processor],
+            "Q_SUBS": config.subblocks[0], "K_SUBS": config.subblocks[1], "STAGES": STAGES[size.dp],
+            "KIND": KINDS.index(kind), "num_warps": 4, "maxnreg": REGISTERS[per_processor],
         }  # fmt: skip
-        launches[kind] = Launch(kernels.prepare, min(per_processor * processors, all_tiles), numbers, constants)
-    return launches
+        launch = Launch(kernels.prepare, min(per_processor * processors, all_tiles), numbers, constants)
+        shape, strides, _ = _read(problem)[source]
+        passes[kind] = OwnPass(launch, source, box_sizes(shape, strides, size.dp), others)
+    return passes

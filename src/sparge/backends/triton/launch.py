@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sparge.backends.triton.plans import (
 from sparge.backends.triton.sizes import Sizes
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Sample
+from sparge.inputs import Inputs, Sample, Signature
 from sparge.judging import Verdict
 from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit, widened
 from sparge.stages import Blocks, Output, Redo
@@ -146,46 +146,14 @@ def _shaped(piece: Tensor, *shape: int) -> Tensor:
     return (piece if piece.numel() == count else piece[:count]).view(shape)
 
 
-class PrepareTensors(NamedTuple):
-    """What the kernels of preparation read and write, in their order."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    valid: Tensor
-    q_ends: Tensor
-    k_ends: Tensor
-    hadamard: Tensor
-    arrived: Tensor
-    v_repair: Tensor
-    key_count: Tensor
-    key_sum: Tensor
-    v_max: Tensor
-    v_sum: Tensor
-    rotated_mean: Tensor
-    mean: Tensor
-    v_scale: Tensor
-    v_mean: Tensor
-    v_finite: Tensor
-    q_means: Tensor
-    k_means: Tensor
-    q_similarity: Tensor
-    k_similarity: Tensor
-    q8: Tensor
-    k8: Tensor
-    v8: Tensor
-    q_scale: Tensor
-    k_scale: Tensor
-    lse_term: Tensor
-
-
-OwnPass = Callable[[PrepareTensors], None]
+# A kind of preparation: called with what its kernels read and write, in their order, and the addresses of that.
+Pass = Callable[[Sequence[Tensor], Sequence[int]], None]
 
 
 def summarize_by_kinds(
-    inputs: Inputs, config: SparseConfig, own_passes: Callable[[Inputs], dict[str, OwnPass]] | None = None
+    inputs: Inputs, config: SparseConfig, own_passes: Callable[[Signature], Mapping[str, Pass]] | None = None
 ) -> Blocks:
-    """One kind of work after the other; `own_passes` run in place of the portable kernels of their kinds."""
+    """One kind of work after the other; own passes run in place of the portable kernels of their kinds."""
     if inputs.scale < 0:  # the kernels take a row's largest product for its largest score
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
     q = inputs.query
@@ -196,34 +164,32 @@ def summarize_by_kinds(
         _sample(inputs, inputs.sample, blocks, config, scratch)
     tensors = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite, plan.clears)
     addresses = addresses_of(tensors)
-    own = {} if own_passes is None else own_passes(inputs)
+    sampled = inputs.sample is not None
+    own = {} if own_passes is None or sampled else own_passes(inputs.signature)
     for kind, launch in plan.launches.items():
-        if kind in own:
-            own[kind](tensors)
-        elif inputs.sample is None or kind not in SAMPLING:
-            launch(tensors, addresses)
+        if not (sampled and kind in SAMPLING):
+            own.get(kind, launch)(tensors, addresses)
     return blocks
 
 
 def _to_prepare(
     inputs: Inputs, blocks: Blocks, plan: PreparePlan, scratch: dict[str, Tensor], v_finite: Tensor, cleared: bool
-) -> PrepareTensors:
-    """`cleared`: the kernels will set counters to zero."""
+) -> tuple[Tensor, ...]:
+    """What the kernels of preparation read and write, in their order. `cleared`: they will set counters to zero."""
     q, valid, copied = inputs.query, inputs.visibility.key_valid, blocks.quantized
     counters = scratch["counters"].view(torch.int32)
     if not cleared:
         counters.zero_()
-    copies = (q, q, q) if copied is None else (copied.query, copied.key, copied.value)
-    tensors = (
+    return (
         q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
         *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device), counters, counters[plan.sizes.rows :],
         *(scratch[x] for x in ("count", "sum", "v_max", "v_sum", "rotated_mean")),
         *(scratch[x] for x in ("key_mean", "value_scale", "value_mean")),
         v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
-        scratch["q_similarity"], scratch["k_similarity"], *copies,
+        scratch["q_similarity"], scratch["k_similarity"],
+        *((q, q, q) if copied is None else (copied.query, copied.key, copied.value)),
         scratch["query_scale"], scratch["key_scale"], scratch["lse_term"],
     )  # fmt: skip
-    return PrepareTensors._make(tensors)
 
 
 def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig, scratch: dict[str, Tensor]) -> None:
