@@ -1,4 +1,4 @@
-"""Hopper's attention behind the portable preparation and selection: what it takes, its tiles, its launches."""
+"""Hopper's attention, behind its own preparation where that takes a call: what it takes, its tiles, its launches."""
 
 from __future__ import annotations
 
