@@ -288,17 +288,19 @@ def follow(best, total, top):
 
 @gluon.constexpr_function
 def gather_code(BLOCKS):
-    """PTX: the logarithms of one row's weight in a step, $0 = $1; a thread has the groups of two rows in two units of
-    keys, $2 $3 and $4 $5, relative to $6 $7, and is the $8-th of four that hold them.
+    """PTX: the logarithm of one row's weight in a block, $0 = $1; a thread has the groups of two rows in two units of
+    keys, $2 $3 and $4 $5, relative to $6 $7. Four threads hold a row.
 
     Each keeps what it will have the sum of and sends the rest: odd threads get the second row, the last two the second
-    unit, or, if both belong to one block, the sum of both.
+    unit, or, if both belong to one block, the sum of both. Who is which is asked anew: registers are scarce.
     """
     swap = "selp.f32 k, {1}, {0}, odd; selp.f32 s, {0}, {1}, odd; "
     swap += "shfl.sync.bfly.b32 s, s, 1, 31, -1; add.f32 {2}, k, s; "
-    code = "{ .reg .pred odd, late; .reg .b32 i; .reg .f32 k, s, x, y; and.b32 i, $8, 1; setp.ne.s32 odd, i, 0; "
+    code = "{ .reg .pred odd, late; .reg .b32 lane, i; .reg .f32 k, s, x, y; mov.u32 lane, %laneid; "
+    code += "and.b32 i, lane, 1; setp.ne.s32 odd, i, 0; "
     if BLOCKS == 2:
-        code += "setp.gt.s32 late, $8, 1; " + swap.format("$2", "$3", "x") + swap.format("$4", "$5", "y")
+        code += "and.b32 i, lane, 2; setp.ne.s32 late, i, 0; "
+        code += swap.format("$2", "$3", "x") + swap.format("$4", "$5", "y")
         code += "selp.f32 k, y, x, late; selp.f32 s, x, y, late; shfl.sync.bfly.b32 s, s, 2, 31, -1; add.f32 x, k, s; "
     else:
         code += "add.f32 x, $2, $4; add.f32 y, $3, $5; " + swap.format("x", "y", "x")
@@ -314,9 +316,7 @@ def store_logs(logs, a, b, best, step, p):
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, GROUPS)), 1)
     which = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
     which, row = gl.broadcast(which, row)
-    sums = gl.inline_asm_elementwise(
-        CODE, "=f,=f,f,f,f,f,f,f,r,r", [a, b, best, which], dtype=gl.float32, is_pure=True, pack=2
-    )
+    sums = gl.inline_asm_elementwise(CODE, "=f,=f,f,f,f,f,f,f", [a, b, best], dtype=gl.float32, is_pure=True, pack=2)
     block = which // 2 if BLOCKS == 2 else 0
     place = logs + (BLOCKS * step + block) * ROWS + ((row & ~8) | (which % 2 * 8))  # a thread's rows are 8 apart
     gl.store(place, sums, mask=((row & 8) == 0) & (which // 2 < BLOCKS))

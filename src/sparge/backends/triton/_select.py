@@ -23,37 +23,41 @@ FULL_LENGTH = tl.constexpr(probing.FULL_LENGTH)
 
 
 @triton.jit
-def sub_row_of(n, SUBS: tl.constexpr):
+def sub_row_of(n, SUBS: tl.constexpr, PAIRED: tl.constexpr):
     """Which sub-row of its program a row of the products is.
 
-    A thread of a tensor core holds rows that are eight apart, of sixteen: they belong to one query block, so that half
-    of what is added up over a block's sub-rows needs no exchange.
+    A thread of a tensor core holds rows that are eight apart, of sixteen. PAIRED: they belong to one query block, so
+    that half of what is added up over a block's sub-rows needs no exchange.
     """
     sub = n
-    if SUBS > 1:
+    if PAIRED and SUBS > 1:
         sub = n // 16 * 16 + n % 8 // (SUBS // 2) * SUBS + n % 16 // 8 * (SUBS // 2) + n % (SUBS // 2)
     return sub
 
 
 @triton.jit
-def over_sub_rows(x, SUBS: tl.constexpr):
+def over_sub_rows(x, SUBS: tl.constexpr, PAIRED: tl.constexpr):
     """Sums of [rows, ...] over the sub-rows of each query block, in the order of sub_row_of."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    if SUBS > 1:
+    if PAIRED and SUBS > 1:
         x = tl.sum(tl.reshape(x, [ROWS // 16, 2, 16 // SUBS, SUBS // 2, COLUMNS]), 1)
         x = tl.reshape(tl.sum(x, 2), [ROWS // SUBS, COLUMNS])
+    else:
+        x = tl.sum(tl.reshape(x, [ROWS // SUBS, SUBS, COLUMNS]), 1)
     return x
 
 
 @triton.jit
-def to_sub_rows(x, SUBS: tl.constexpr):
+def to_sub_rows(x, SUBS: tl.constexpr, PAIRED: tl.constexpr):
     """A number per query block, [blocks], for each of its sub-rows."""
     BLOCKS: tl.constexpr = x.shape[0]
-    if SUBS > 1:
+    if PAIRED and SUBS > 1:
         x = tl.reshape(x, [BLOCKS * SUBS // 16, 1, 16 // SUBS, 1])
-        x = tl.reshape(tl.broadcast_to(x, [BLOCKS * SUBS // 16, 2, 16 // SUBS, SUBS // 2]), [BLOCKS * SUBS])
-    return x
+        x = tl.broadcast_to(x, [BLOCKS * SUBS // 16, 2, 16 // SUBS, SUBS // 2])
+    else:
+        x = tl.broadcast_to(x[:, None], [BLOCKS, SUBS])
+    return tl.reshape(x, [BLOCKS * SUBS])
 
 
 @triton.jit
@@ -244,19 +248,12 @@ def measure_chunk(
 def keep_chunk(
     query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
     WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
-    first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
+    first, q_blocks, k_blocks, k_slots, width, k_len, left, right, sinks, scale,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, Q_SUBS: tl.constexpr, K_SUBS: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
-    RIGHT_EDGE: tl.constexpr, USE_PROBE: tl.constexpr, STORED: tl.constexpr, WHOLE: tl.constexpr,
+    RIGHT_EDGE: tl.constexpr, USE_PROBE: tl.constexpr, STORED: tl.constexpr, PAIRED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Which blocks of a chunk are kept, packed: what any sub-row claims, and what is always kept."""
-    block = first + tl.arange(0, CHUNK)
-    inside = block < k_blocks
-    column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
-    if PROTECT:
-        column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
-    if USE_PROBE:
-        probed = probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK)
     if STORED:
         weight = stored_weights(WEIGHTS, SHIFTS, first, shift, query.shape[0], CHUNK)
     else:
@@ -269,23 +266,29 @@ def keep_chunk(
     share = weight * to_share[:, None] if USE_PROBE else tl.zeros_like(weight)
     if not WHOLE:
         judged = sees_block(low, high, first, BEFORE, BK, CHUNK, HAS_VALID)
-        seen = over_sub_rows(judged.to(tl.int32), Q_SUBS) != 0
         if JUDGE:
             similar = similar_blocks(K_SIMILARITY, first, k_blocks, theta, CHUNK)
             judged = judged & similar[None, :]
-            column_kept = column_kept | ~similar
         claimed = claimed & judged
         share = tl.where(judged, share, 0.0)
-    share = over_sub_rows(tl.where(claimed, CLAIMED, share), Q_SUBS)
+    share = over_sub_rows(tl.where(claimed, CLAIMED, share), Q_SUBS, PAIRED)
     if USE_PROBE:
-        share += probed
+        share += probed_shares(SHARES, query_block, q_blocks, first, k_blocks, width, CHUNK)
+    block = first + tl.arange(0, CHUNK)
+    inside = block < k_blocks
+    column_kept = (block < sinks) | (tl.load(V_FINITE + block, mask=inside, other=1) == 0)
+    if PROTECT:
+        column_kept = column_kept | (tl.load(K_PROTECTED + block, mask=inside, other=0) != 0)
+    if JUDGE and not WHOLE:
+        column_kept = column_kept | ~similar
     keep = (share > asked) | column_kept[None, :] | row_kept[:, None]
     if RIGHT_EDGE:
         start = (block * BK)[None, :]
         stop = tl.minimum(start + BK, k_len)
         keep = keep | ((block_bottom[:, None] + right >= start) & (block_top[:, None] + right < stop))
-    if not WHOLE:
-        keep = keep & seen
+    if not WHOLE:  # what some row of the query block sees: their keys are one stretch
+        low, high = tl.maximum(block_top - left, 0), tl.minimum(block_bottom + right + 1, k_len)
+        keep = keep & sees_block(low.to(tl.int32), high.to(tl.int32), first, BEFORE, BK, CHUNK, HAS_VALID)
     return pack_words(keep)
 
 
@@ -309,7 +312,7 @@ def select(
     USE_THRESHOLD: tl.constexpr, USE_GAP: tl.constexpr, USE_CDF: tl.constexpr, USE_TOPK: tl.constexpr,
     USE_PROBE: tl.constexpr,
     RIGHT_EDGE: tl.constexpr, HAS_VALID: tl.constexpr, JUDGE: tl.constexpr, PROTECT: tl.constexpr,
-    PACKED: tl.constexpr, KEEP_ALL: tl.constexpr, STORED: tl.constexpr,
+    PACKED: tl.constexpr, KEEP_ALL: tl.constexpr, STORED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS sub-rows of one head."""
     QUERY_BLOCKS: tl.constexpr = ROWS // Q_SUBS
@@ -341,7 +344,7 @@ def select(
         SHIFTS += tl.program_id(0).to(tl.int64) * chunks * ROWS
 
     # This program's sub-rows, and the keys each may see.
-    sub_row = tile * ROWS + sub_row_of(tl.arange(0, ROWS), Q_SUBS)
+    sub_row = tile * ROWS + sub_row_of(tl.arange(0, ROWS), Q_SUBS, PAIRED)
     top = sub_row * SUB_ROWS
     exists = top < q_len
     bottom = tl.minimum(top + SUB_ROWS, q_len) - 1
@@ -436,7 +439,8 @@ def select(
     if USE_PROBE:
         # Shares are means over the sub-rows that judge anything; twice the mean of both kinds is compared.
         judges = ((total > 0) & ~broken).to(tl.float32)
-        mates = to_sub_rows(tl.reshape(over_sub_rows(judges[:, None], Q_SUBS), [QUERY_BLOCKS]), Q_SUBS)
+        mates = tl.reshape(over_sub_rows(judges[:, None], Q_SUBS, PAIRED), [QUERY_BLOCKS])
+        mates = to_sub_rows(mates, Q_SUBS, PAIRED)
         to_share = tl.where(judges > 0, 1.0 / (tl.where(judges > 0, total, 1.0) * tl.maximum(mates, 1.0)), 0.0)
         valid_keys = tl.load(BEFORE + k_len) if HAS_VALID else k_len  # padding must not count
         length = tl.maximum(valid_keys, FULL_LENGTH).to(tl.float32)
@@ -458,16 +462,18 @@ def select(
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
             WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
-            first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
-            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, True,
+            first, q_blocks, k_blocks, k_slots, width, k_len, left, right, sinks, scale,
+            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, PAIRED,
+            True,
         )  # fmt: skip
         tl.store(place[:, None] + (first // WORD + word), packed, mask=there)
     for first in range(edge, end, CHUNK):
         packed = keep_chunk(
             query, cut, broken, shift, low, high, K_MEANS, FILLED, BEFORE, K_SIMILARITY, V_FINITE, K_PROTECTED,
             WEIGHTS, SHIFTS, SHARES, theta, row_kept, block_top, block_bottom, query_block, to_share, asked,
-            first, q_blocks, k_blocks, k_slots, width, k_len, right, sinks, scale,
-            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, False,
+            first, q_blocks, k_blocks, k_slots, width, k_len, left, right, sinks, scale,
+            D, DP, BK, Q_SUBS, K_SUBS, PART, CHUNK, HAS_VALID, JUDGE, PROTECT, RIGHT_EDGE, USE_PROBE, STORED, PAIRED,
+            False,
         )  # fmt: skip
         tl.store(place[:, None] + (first // WORD + word), packed, mask=there & (first // WORD + word < words))
     # Blocks that no row sees.

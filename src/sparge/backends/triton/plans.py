@@ -171,7 +171,8 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
         **{f"USE_{name.upper()}": name in config.rule and not everything for name in RULES}, "KEEP_ALL": everything,
         "RIGHT_EDGE": problem.right < problem.q_len + problem.k_len, "HAS_VALID": problem.has_valid,
         "JUDGE": config.similarity is not None, "PROTECT": bool(config.protected),
-        "PACKED": problem.packing is not None, "STORED": stored, **tuning,
+        "PACKED": problem.packing is not None, "STORED": stored,
+        "PAIRED": chip == 90 and problem.packing is None, **tuning,  # elsewhere registers spill
     }  # fmt: skip
     probes = "probe" in config.rule and not everything
     together = 1 if problem.packing is None else size.batch  # sequences whose heads lie in one part

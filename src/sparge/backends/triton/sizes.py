@@ -113,6 +113,8 @@ def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype) -> dict
 def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict[str, int]:
     """Sub-rows per program, sub-blocks per product, key blocks per step."""
     part = min(subblocks, 4 if widest <= 128 and chip != 100 else 2)
+    if widest > 128 and subblocks > 4 and chip in SMALL_CHIPS:
+        part = 1  # else registers spill
     warps = 4 if chip == 90 and widest <= 128 and subblocks <= 4 and not searches else 8  # four would spill elsewhere
     chunk = 64 if warps == 4 and subblocks <= 2 else 32
     # Where three stages let one program on a multiprocessor only, two are faster.
