@@ -21,7 +21,7 @@ from sparge.words import WORD
 ROWS = 64  # of one warpgroup
 BLOCK_KEYS = (64, 128)
 STAGES = 4  # of 128 keys
-REGISTERS = {4: (112, 96), 2: (168, 168), 1: (168, 168)}  # warpgroups: what a thread of another has, and at launch
+REGISTERS = {4: (112, 96), 2: (240, 168), 1: (168, 168)}  # warpgroups: what a thread of another has, and at launch
 STEP_CYCLES = {4: 1445, 2: 867, 1: 678}  # measured in full int8 attention, 128 channels; others: in proportion
 AHEAD = {4: False, 2: True, 1: True}  # whether registers hold the scores of two steps
 
