@@ -116,10 +116,9 @@ def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict
     if widest > 128 and subblocks > 4 and chip in SMALL_CHIPS:
         part = 1  # else registers spill
     warps = 4 if chip == 90 and widest <= 128 and subblocks <= 4 and not searches else 8  # four would spill elsewhere
-    chunk = 64 if warps == 4 and subblocks <= 2 else 32
     # Where three stages let one program on a multiprocessor only, two are faster.
-    stages = 2 if widest > 128 or (chip == 90 and part * chunk * widest >= 128 * 128) else 3
-    return {"ROWS": 64, "PART": part, "CHUNK": chunk, "num_warps": warps, "num_stages": stages}
+    stages = 2 if widest > 128 or (chip == 90 and part * widest > 256) else 3
+    return {"ROWS": 64, "PART": part, "CHUNK": 32, "num_warps": warps, "num_stages": stages}
 
 
 def probe_sizes(chip: int, widest: int, block_keys: int, float32: bool, rows: int) -> dict[str, int]:
