@@ -209,7 +209,8 @@ def test_the_probe_compiles_and_fits(
     spills = resources.spills_in_loops("HGMMA" if plain else "IGMMA")
     assert spills[:warpgroups] == [0] * warpgroups
     assert len(spills) == 2 * warpgroups
-    assert max(spills[warpgroups:]) <= 1
+    # With Triton 3.9 one number is read again where bfloat16 scores of four warpgroups are masked.
+    assert max(spills[warpgroups:]) <= (1 if plain and warpgroups == 4 else 0)
     # Outside of them, what a tile begins with may wait in memory.
     assert resources.spill_bytes <= {1: 0, 2: 0, 4: 400}[warpgroups]
     assert not resources.serialized
