@@ -13,10 +13,10 @@ from problems import problem
 from torch import Tensor
 
 from sparge import BlockMask, SparseConfig, reference
-from sparge.backends.hopper import launch, launch_prepare, launch_probe
+from sparge.backends.hopper import launch, launch_prepare, launch_probe, launch_select
 from sparge.backends.hopper.launch import CHIP, HopperBackend
 from sparge.backends.triton.launch import TritonBackend
-from sparge.backends.triton.launch_select import shares_of
+from sparge.backends.triton.launch_select import select_by_parts, shares_of
 from sparge.backends.triton.plans import select_plan
 from sparge.inputs import Inputs, pack_inputs
 from sparge.packing import Packing
@@ -309,7 +309,7 @@ def sampled_problem(q_len: int, k_len: int, dim: int, heads: int = 4, kv_heads: 
 def test_the_probe_gives_the_shares_of_the_oracle(
     quantization, block, dim, probe_rows, warpgroups, is_causal, watchdog, monkeypatch
 ):
-    monkeypatch.setattr(launch_probe, "_cost", lambda n, *_: abs(n - warpgroups))
+    monkeypatch.setattr(launch_probe, "STEP_CYCLES", {warpgroups: 1})
     monkeypatch.setattr(launch_probe, "_launch", launch_probe._launch.__wrapped__)  # nothing is remembered
     torch.manual_seed(0)
     config = SparseConfig(quantization=quantization, block=block, rule="probe", probe_rows=probe_rows)
@@ -372,6 +372,84 @@ def test_the_probe_keeps_what_the_portable_kernel_keeps(is_causal, watchdog):
         assert torch.equal(HOPPER.select(blocks, config).bits, HOPPER.select(blocks, config).bits)
 
 
+def differing_bits(a: Tensor, b: Tensor) -> int:
+    return sum(int(((a ^ b) >> n & 1).sum()) for n in range(32))
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+@pytest.mark.parametrize("part", range(3))
+def test_selection_keeps_what_the_portable_kernel_keeps(part, warpgroups, watchdog, monkeypatch):
+    """Of the same means and shares."""
+    monkeypatch.setattr(launch_select, "STEP_CYCLES", {warpgroups: 1})
+    monkeypatch.setattr(launch_select, "_launch", launch_select._launch.__wrapped__)  # nothing is remembered
+    rng = random.Random(f"selection {part} {warpgroups}")
+    torch.manual_seed(part)
+    block = ((128, 64), (256, 128), (192, 64))[part]
+    differing, kept = 0, 0
+    for _ in range(15):
+        kv_heads, group, batch = rng.choice((1, 2)), rng.choice((1, 4)), rng.choice((1, 2))
+        q_len, k_len = rng.randint(1, 6000), rng.randint(1, 12_000)
+        window = rng.choice((None, None, (None, rng.randint(0, 3000))))
+        inputs = sampled_problem(
+            q_len, k_len, rng.choice((64, 96, 128)), kv_heads * group, kv_heads, batch, rng.random() < 0.3,
+            rng.choice((0.5, 2.0, 8.0)), is_causal=window is None and rng.random() < 0.5, window=window,
+        )  # fmt: skip
+        if rng.random() < 0.3:
+            inputs.value[-1, -1, k_len // 2, 3] = float("inf")
+        if rng.random() < 0.3:
+            inputs.query[0, 0, q_len // 2] = float("nan")
+        heads = kv_heads * group
+        gap = rng.choice((3.0, tuple(rng.uniform(0.5, 6.0) for _ in range(heads))))
+        threshold = {"rule": "threshold", "threshold": rng.choice((0.001, 0.02))}
+        means = ({"gap": gap}, {"rule": ("threshold", "gap")}, {"rule": "gap", "gap": gap}, threshold)
+        rules = rng.choice(({}, {"rule": "probe"}, *means))
+        config = SparseConfig(quantization="int8-fp8", block=block, sinks=rng.choice((0, 1, 40)), **rules)
+        assert launch_select.takes(inputs.signature, config)
+        blocks, ran = HOPPER.summarize(inputs, config), []
+
+        def own_probe(*arguments):
+            return launch_probe.probe(*arguments, PROCESSORS[0])
+
+        def own_select(*arguments, ran=ran):
+            arguments[-1].fill_(-1)
+            ran.append(launch_select.select(*arguments, PROCESSORS[0]))
+            return ran[-1]
+
+        want = select_by_parts(blocks, config, CHIP, own_probe)
+        got = select_by_parts(blocks, config, CHIP, own_probe, own_select)
+        assert ran == [True]
+        differing += differing_bits(got.bits, want.bits)
+        kept += int(want.kept_per_head.sum())
+    assert differing <= kept // 2000  # ties: weights are added up in another order
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+def test_values_beside_the_probe_are_what_they_are_alone(warpgroups, watchdog, monkeypatch):
+    """Bit for bit, and the mask too."""
+    monkeypatch.setattr(launch_probe, "STEP_CYCLES", {warpgroups: 1})
+    monkeypatch.setattr(launch_probe, "_launch", launch_probe._launch.__wrapped__)  # nothing is remembered
+    rng = random.Random(f"values {warpgroups}")
+    torch.manual_seed(warpgroups)
+    config, taken = SparseConfig(quantization="int8-fp8"), 0
+    while taken < 20:
+        inputs = replace(a_problem(rng, rng.choice((64, 80, 128))), needs_lse=False)
+        spoilt = rng.choice((None, float("inf"), float("nan"), 3e4))
+        if spoilt is not None:
+            inputs.value[0, -1, rng.randrange(inputs.value.shape[2]), 3] = spoilt
+        alone, beside = HOPPER.summarize(inputs, config), HOPPER.summarize(inputs, config)
+        if beside.put_off is None:
+            continue
+        taken += 1
+        alone.finish()
+        beside.quantized.value.view(torch.int8).fill_(77)
+        masks = [HOPPER.select(blocks, config) for blocks in (alone, beside)]
+        assert not beside.put_off.passes
+        assert torch.equal(masks[0].bits, masks[1].bits)
+        assert_same_numbers(beside.v_finite, alone.v_finite)
+        for name in ("value", "value_scale", "value_mean"):
+            assert_same_numbers(getattr(beside.quantized, name), getattr(alone.quantized, name))
+
+
 def assert_same_numbers(got: Tensor, want: Tensor) -> None:
     """NaN in the same places too."""
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
@@ -394,6 +472,7 @@ def test_preparation_gives_what_the_portable_one_gives(part, watchdog):
         if spoilt is not None:
             spoilt[0, -1, spoilt.shape[2] // 2, 3] = rng.choice((float("inf"), float("nan"), 3e4))
         got, want = HOPPER.summarize(inputs, config), PORTABLE.summarize(inputs, config)
+        got.finish()
         for name in ("q_means", "k_means", "v_finite"):
             assert_same_numbers(getattr(got, name), getattr(want, name))
         for name in ("query", "query_scale", "key", "key_scale", "value", "value_scale", "value_mean"):

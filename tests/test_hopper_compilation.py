@@ -15,13 +15,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 from problems import EXACT
 
-from sparge import SparseConfig
-from sparge.backends.hopper import launch, launch_prepare, launch_probe
+from sparge import BlockMask, SparseConfig
+from sparge.backends.hopper import launch, launch_prepare, launch_probe, launch_select
+from sparge.backends.triton import plans
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
 from sparge.stages import Output, Redo
 
 ARCH = 90
+DEFAULT = SparseConfig()
 
 
 def call_of(
@@ -176,13 +178,17 @@ def test_the_kernel_for_heads_anew_compiles_and_fits(monkeypatch, is_causal):
     assert not resources.serialized
 
 
-def probe_launch(monkeypatch, inputs: Inputs, config: SparseConfig) -> tuple:
+def selection_launch(monkeypatch, inputs: Inputs, config: SparseConfig, name: str) -> tuple:
     pose_as_hopper(monkeypatch)
     backend, noted = launch.HopperBackend(), []
     with aot.recorded_launches(noted):
         backend.select(backend.summarize(inputs, config), config)
-    (found,) = (launched for launched in noted if launched[0].__name__ == "probe")
+    (found,) = (launched for launched in noted if launched[0].__name__ == name)
     return found
+
+
+def probe_launch(monkeypatch, inputs: Inputs, config: SparseConfig) -> tuple:
+    return selection_launch(monkeypatch, inputs, config, "probe")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +224,87 @@ def test_the_probe_compiles_and_fits(
     assert "cp.async.bulk.tensor" in resources.ptx
 
 
+@pytest.mark.parametrize(
+    ("dim", "is_causal", "heads", "tokens", "warpgroups"),
+    [(128, False, 33, 32768, 4), (64, False, 33, 32768, 4), (128, True, 33, 32768, 2), (96, False, 2, 3000, 1)],
+    ids=str,
+)
+def test_the_probe_with_values_beside_it_compiles_and_fits(monkeypatch, dim, is_causal, heads, tokens, warpgroups):
+    x = torch.empty(1, heads, tokens, dim, dtype=torch.bfloat16)
+    inputs = prepare_inputs(x, x, x, is_causal=is_causal, needs_lse=False)
+    kernel, args, kwargs = probe_launch(monkeypatch, inputs, SparseConfig(quantization="int8-fp8"))
+    assert kwargs["VALUES_TOO"]
+    assert kwargs["WGS"] == warpgroups
+    resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    assert resources.registers * (warpgroups + 1) * 128 <= 65536  # the two warps and the producer share four
+    assert resources.spills_in_loops("IGMMA")[:warpgroups] == [0] * warpgroups
+    assert max(resources.spills_in_loops("E4M3")) <= 2
+    assert "st.global.v4" in resources.ptx  # else the copies leave byte by byte
+
+
+@pytest.mark.parametrize(
+    ("dim", "is_causal", "heads", "tokens", "rule", "warpgroups"),
+    [(128, False, 33, 32768, DEFAULT.rule, 4), (64, False, 33, 32768, ("threshold", "gap"), 4),
+     (128, True, 33, 32768, DEFAULT.rule, 2), (96, False, 2, 3000, "gap", 1)],
+    ids=str,
+)  # fmt: skip
+def test_selection_compiles_and_fits(monkeypatch, dim, is_causal, heads, tokens, rule, warpgroups):
+    x = torch.empty(1, heads, tokens, dim, dtype=torch.bfloat16)
+    config = SparseConfig(quantization="int8-fp8", rule=rule)
+    kernel, args, kwargs = selection_launch(monkeypatch, prepare_inputs(x, x, x, is_causal=is_causal), config, "select")
+    assert "hopper" in kernel.__module__
+    assert kwargs["WGS"] == warpgroups
+    resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    assert resources.registers * (warpgroups + 1) * 128 <= 65536
+    # Both walks have a loop for steps that every row sees whole, and one for those that mask.
+    spills = resources.spills_in_loops("HGMMA")
+    assert len(spills) == 4 * warpgroups
+    assert spills[: 2 * warpgroups] == [0] * (2 * warpgroups)
+    assert not resources.serialized
+    assert "m64n128k16.f32.bf16.bf16" in resources.ptx
+
+
+WHOLE = torch.empty(1, 2, 300, 128, dtype=torch.bfloat16)
+NOT_SELECTED = {
+    "a search": ({"rule": "cdf", "cdf": 0.9}, {}),
+    "sub-blocks": ({"subblocks": (4, 2)}, {}),
+    "self-similarity": ({"similarity": 0.5}, {}),
+    "protected": ({"protected": ((0, 10),)}, {}),
+    "padding": ({}, {"attn_mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}),
+    "window": ({}, {"window": (100, 0)}),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SELECTED)
+def test_what_hopper_does_not_select_the_portable_kernel_does(monkeypatch, case):
+    config, settings = SparseConfig(quantization="int8", **NOT_SELECTED[case][0]), NOT_SELECTED[case][1]
+    inputs = prepare_inputs(WHOLE, WHOLE, WHOLE, **settings)
+    assert not launch_select.takes(inputs.signature, config)
+    assert "triton" in selection_launch(monkeypatch, inputs, config, "select")[0].__module__.split(".")
+
+
+def test_values_that_no_probe_takes_along_are_prepared_all_the_same(monkeypatch):
+    pose_as_hopper(monkeypatch)
+    config, noted = SparseConfig(quantization="int8-fp8"), []
+    inputs = prepare_inputs(WHOLE, WHOLE, WHOLE, needs_lse=False)
+    mask = BlockMask.all_visible(inputs.visibility, config.block, 1, 2)
+    backend = launch.HopperBackend()
+    with aot.recorded_launches(noted):
+        backend.attend(backend.summarize(inputs, config), mask, config)
+    kinds = [kwargs.get("KIND") for _, _, kwargs in noted]
+    assert kinds[: len(plans.KINDS)] == [
+        plans.KINDS.index(x) for x in ("QUERIES", "SAMPLE", "KEYS", "VALUES", "REPAIR")
+    ]
+    noted.clear()
+    with aot.recorded_launches(noted):
+        blocks = backend.summarize(inputs, config)
+        for _ in range(2):
+            backend.select(blocks, replace(config, rule="gap"))
+    assert [kwargs.get("KIND") for _, _, kwargs in noted].count(plans.KINDS.index("VALUES")) == 1
+
+
 PROBE = SparseConfig(quantization="none", rule="probe")
 ROOM = torch.empty(1, 2, 300, 136, dtype=torch.bfloat16)
 NOT_TAKEN = {
@@ -239,14 +326,14 @@ NOT_TAKEN = {
 def test_what_the_probe_does_not_take_goes_to_the_portable_kernel(monkeypatch, case):
     x, config, settings = NOT_TAKEN[case]
     inputs = prepare_inputs(x, x, x, **settings)
-    assert not launch_probe.takes(inputs, config)
+    assert not launch_probe.takes(inputs.signature, config)
     assert "triton" in probe_launch(monkeypatch, inputs, config)[0].__module__.split(".")
 
 
 def test_the_probe_of_packed_sequences_goes_to_the_portable_kernel(monkeypatch):
     ends, x = torch.tensor([0, 100, 300], dtype=torch.int32), torch.empty(300, 2, 128, dtype=torch.bfloat16)
     inputs = pack_inputs(x, x, x, Packing(ends, ends), (200, 200), True, None, None, False)
-    assert not launch_probe.takes(inputs, PROBE)
+    assert not launch_probe.takes(inputs.signature, PROBE)
     assert "triton" in probe_launch(monkeypatch, inputs, PROBE)[0].__module__.split(".")
 
 
@@ -272,7 +359,7 @@ def prepare_launches(monkeypatch, inputs: Inputs, config: SparseConfig) -> list[
     pose_as_hopper(monkeypatch)
     noted = []
     with aot.recorded_launches(noted):
-        launch.HopperBackend().summarize(inputs, config)
+        launch.HopperBackend().summarize(inputs, config).finish()
     return [launched for launched in noted if "hopper" in launched[0].__module__]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
@@ -121,7 +122,7 @@ class SparseConfig:
         unused = {name for name, its_rule in RULE_OF.items() if its_rule not in names}
         return cls(**{name: value for name, value in settings.items() if name not in unused})
 
-    @property
+    @functools.cached_property
     def keeps_everything(self) -> bool:
         """Whether the rules keep every visible block whatever the scores are."""
         certain = {"threshold": 0.0, "gap": math.inf, "cdf": 1.0, "topk": 1.0}

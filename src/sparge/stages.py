@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,15 @@ from torch import Tensor
 
 from sparge.inputs import Inputs
 from sparge.quantization import Quantized
+
+
+@dataclass
+class PutOff:
+    """Passes of a summary that run beside something else, or when they are needed; each runs once."""
+
+    passes: dict[str, Callable[[Sequence[Tensor], Sequence[int]], None]]  # by kind, in their order
+    tensors: Sequence[Tensor]
+    addresses: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,13 @@ class Blocks:
     quantized: Quantized | None
     block: tuple[int, int]
     probed: Tensor | None = None  # float16 [B, Hq, 1 + query blocks, key blocks], if known: see reference.probe
+    put_off: PutOff | None = None  # of the copies of values, and of v_finite
+
+    def finish(self) -> None:
+        """Whatever was put off and has not run."""
+        if self.put_off is not None:
+            for kind in tuple(self.put_off.passes):
+                self.put_off.passes.pop(kind)(self.put_off.tensors, self.put_off.addresses)
 
     @property
     def k_filled(self) -> Tensor:

@@ -82,6 +82,7 @@ def _stages(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     """Ours as a whole, and its parts; a part without values of its own gives what it computed last."""
     backend, config, mask = problem.backend, problem.config, problem.mask
     blocks = backend.summarize(problem.inputs, config)
+    blocks.finish()
 
     def total() -> Tensor:
         mine = backend.summarize(problem.checked_inputs(), config)
@@ -91,15 +92,20 @@ def _stages(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     def attend() -> Tensor:
         return backend.attend(blocks, mask, config).values
 
+    def predict() -> Tensor:
+        chosen: BlockMask = backend.select(backend.summarize(problem.inputs, config), config)
+        return chosen.bits
+
     def prepare() -> Tensor:
         made: Blocks = backend.summarize(problem.inputs, config)
+        made.finish()
         return made.q_means
 
     def select() -> Tensor:
         chosen: BlockMask = backend.select(blocks, config)
         return chosen.bits
 
-    return dict(zip(OURS, (total, attend, prepare, select), strict=True))
+    return dict(zip(OURS, (total, attend, predict, prepare, select), strict=True))
 
 
 def _enter_ours(problem: Problem, samples: list[Sample], limit: float, entrants: Entrants) -> None:

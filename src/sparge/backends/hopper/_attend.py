@@ -31,7 +31,9 @@ from triton.language.core import _aggregate as aggregate
 
 from sparge.backends.hopper._powers import powers
 
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the older name, before Triton 3.9
+# The older names, before Triton 3.9
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+wait_for_all = getattr(gl, "barrier", None) or gl.thread_barrier  # of the partition
 
 ROWS = gl.constexpr(64)  # of one warpgroup
 UNIT = gl.constexpr(64)  # keys that share a scale

@@ -21,8 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from sparge import quantization as fmt
-from sparge.backends.hopper._attend import barriers, load_box, ring
-from sparge.backends.hopper._probe import wait_for_all
+from sparge.backends.hopper._attend import barriers, load_box, ring, wait_for_all
 
 TILE = gl.constexpr(64)  # tokens
 SEGMENTS = gl.constexpr(8)  # most sub-blocks of a tile, and the fewest columns of a product

@@ -8,6 +8,9 @@ the rows' totals are known. Scores are those that attention will have: of int8 c
 of bfloat16. Where registers hold the scores of two steps, products run while those of the step before are looked at
 (AHEAD).
 
+Values may be prepared meanwhile, by two warps more (VALUES_TOO): that waits for memory, which the probe hardly
+touches, and for nothing that the probe computes.
+
 A row's best follows only jumps of many bits, so that totals are rarely rescaled: float32 has room for them. Programs
 take tile after tile, the heaviest of all heads first, and every other turn in reverse order: who had the heaviest takes
 the lightest.
@@ -36,10 +39,10 @@ from sparge.backends.hopper._attend import (
     load_box,
     ring,
     set_word,
+    wait_for_all,
     word_of,
 )
-
-wait_for_all = getattr(gl, "barrier", None) or gl.thread_barrier  # of the partition; the older name, before Triton 3.9
+from sparge.backends.hopper._values import WARPS, Values, prepare_all_values, values_shared
 
 STEP = gl.constexpr(128)  # keys
 WORD = gl.constexpr(32)
@@ -63,6 +66,7 @@ class Problem:
     words: gl.tensor
     k_units: gl.tensor  # scales of keys between one head and the next
     right: gl.tensor
+    probing: gl.tensor  # programs that have tiles
     all_tiles: gl.tensor
     first_head: gl.tensor
     heads_here: gl.tensor  # from first_head on
@@ -87,14 +91,15 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head,
+        self, heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, probing, all_tiles, first_head,
         heads_here, scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES,
         INT8, DIM, D, BQ, BK, PROBES, WGS, AHEAD, STAGES,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len, self.q_blocks = heads, group, q_len, k_len, q_blocks
         self.share_rows, self.words, self.k_units, self.right = share_rows, words, k_units, right
         self.scale, self.Q_SCALE, self.K_SCALE, self.INT8 = scale, Q_SCALE, K_SCALE, gl.constexpr(INT8)
-        self.all_tiles, self.first_head, self.heads_here = all_tiles, first_head, heads_here
+        self.probing, self.all_tiles = probing, all_tiles
+        self.first_head, self.heads_here = first_head, heads_here
         self.q_batch, self.q_head, self.q_row = q_batch, q_head, q_row
         self.Q, self.LOGS, self.SHARES = Q, LOGS, SHARES
         self.DIM, self.D, self.BQ, self.BK = map(gl.constexpr, (DIM, D, BQ, BK))
@@ -131,11 +136,11 @@ class Tile:
 
 
 @gluon.jit
-def tile_number(turn):
-    """Which tile a program takes in its turn, the heaviest being the first."""
-    programs = gl.num_programs(0)
+def tile_number(turn, p):
+    """Which tile a program takes in its turn, the heaviest being the first; one beyond all tiles if none."""
     place = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+    n = turn * p.probing + gl.where(turn % 2 == 0, place, p.probing - 1 - place)
+    return gl.where(place < p.probing, n, p.all_tiles)
 
 
 @gluon.jit
@@ -190,9 +195,9 @@ def load_keys(k_boxes, c, batch, head, key, p, s):
 @gluon.jit
 def producer(k_boxes, p, s):
     c = 0
-    turns = (p.all_tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+    turns = (p.all_tiles + p.probing - 1) // p.probing
     for turn in range(turns):
-        n = tile_number(turn)
+        n = tile_number(turn, p)
         if n < p.all_tiles:
             t = tile_of(n, p)
             batch = t.bh // p.heads
@@ -261,18 +266,22 @@ def log2(x):
 
 
 @gluon.constexpr_function
-def follow_code():
-    """PTX for a thread's two rows, best $0 $1, total $2 $3, top of a step $4 $5: where the row's top exceeds best by
-    more than SLACK, best becomes it. Four threads hold a row; they ask each other only where a thread of the warp has
-    such a top."""
+def follow_code(FOLLOWERS):
+    """PTX for a thread's two rows, best $0 $1, what is relative to it $2 $3 and so on, top of a step in the last two:
+    where the row's top exceeds best by more than SLACK, best becomes it. Four threads hold a row; they ask each other
+    only where a thread of the warp has such a top."""
+    first_top = 2 + 2 * FOLLOWERS
     code = "{ .reg .pred p0, p1, some; .reg .f32 t0, t1, a0, a1, o; "
     for i in range(2):
-        code += f"add.f32 t{i}, ${i}, {SLACK.value:.1f}; setp.gt.f32 p{i}, ${4 + i}, t{i}; "
+        code += f"add.f32 t{i}, ${i}, {SLACK.value:.1f}; setp.gt.f32 p{i}, ${first_top + i}, t{i}; "
     code += "or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @!some bra.uni DONE; "
     for i in range(2):
-        code += f"shfl.sync.bfly.b32 o, ${4 + i}, 1, 31, -1; max.f32 a{i}, o, ${4 + i}; "
+        top = f"${first_top + i}"
+        code += f"shfl.sync.bfly.b32 o, {top}, 1, 31, -1; max.f32 a{i}, o, {top}; "
         code += f"shfl.sync.bfly.b32 o, a{i}, 2, 31, -1; max.f32 a{i}, o, a{i}; setp.gt.f32 p{i}, a{i}, t{i}; "
-        code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; @p{i} mul.f32 ${2 + i}, ${2 + i}, o; "
+        code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; "
+        for follower in range(2 + i, first_top, 2):
+            code += f"@p{i} mul.f32 ${follower}, ${follower}, o; "
         code += f"@p{i} mov.f32 ${i}, a{i}; "
     return code + "DONE: }"
 
@@ -280,7 +289,7 @@ def follow_code():
 @gluon.jit
 def follow(best, total, top):
     """The rows' best, and total relative to it, after a step whose groups' largest scores are `top`."""
-    CODE: gl.constexpr = follow_code()
+    CODE: gl.constexpr = follow_code(1)
     return gl.inline_asm_elementwise(
         CODE, "=f,=f,=f,=f,f,f,0,1,2,3", [top, best, total], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
     )
@@ -477,9 +486,9 @@ def probe_tile(t, c, wg: gl.constexpr, p, s):
 @gluon.jit
 def consumer(wg: gl.constexpr, p, s):
     c = 0
-    turns = (p.all_tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+    turns = (p.all_tiles + p.probing - 1) // p.probing
     for turn in range(turns):
-        n = tile_number(turn)
+        n = tile_number(turn, p)
         if n < p.all_tiles:
             t = tile_of(n, p)
             probe_tile(t, c, wg, p, s)
@@ -506,8 +515,9 @@ def fourth_consumer(p, s):
     consumer(3, p, s)
 
 
-LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "share_rows", "words", "k_units", "right", "all_tiles",
-           "first_head", "heads_here", "scale", "q_batch", "q_head", "q_row"]  # fmt: skip
+LENGTHS = ["heads", "group", "q_len", "k_len", "q_blocks", "share_rows", "words", "k_units", "right", "probing",
+           "all_tiles", "first_head", "heads_here", "scale", "q_batch", "q_head", "q_row", "batch", "v_tiles", "padded",
+           "k_slots"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -517,14 +527,16 @@ def probe(
     Q_SCALE, K_SCALE,  # of int8 copies
     LOGS,  # scratch: float32 [programs, WGS, key blocks, rounded up to whole words, and one more for totals, 64]
     SHARES,  # output: float16 [heads_here, share_rows, key blocks, rounded up]; see triton._select.share_row
-    heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here, scale,
-    q_batch, q_head, q_row,
+    v_boxes, V_SCALE, V_MEAN, V_FINITE, V_REPAIR, V8,  # as in preparation, which this is with VALUES_TOO
+    heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, probing, all_tiles, first_head, heads_here,
+    scale, q_batch, q_head, q_row, batch, v_tiles, padded, k_slots,
     INT8: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr,
-    WGS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    WGS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, VALUES_TOO: gl.constexpr, DV: gl.constexpr,
+    V_STAGES: gl.constexpr, REGISTERS: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
-        heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, all_tiles, first_head, heads_here,
-        scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS,
+        heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, probing, all_tiles, first_head,
+        heads_here, scale, q_batch, q_head, q_row, Q, Q_SCALE, K_SCALE, LOGS, SHARES, INT8, DIM, D, BQ, BK, PROBES, WGS,
         AHEAD, STAGES,
     )  # fmt: skip
     BITS: gl.constexpr = 8 if INT8 else 16
@@ -536,14 +548,35 @@ def probe(
         barriers(STAGES, 1), barriers(STAGES, WGS),
     )  # fmt: skip
     fence_async_shared()
-    if WGS == 4:
-        gl.warp_specialize([
-            (first_consumer, (p, s)), (second_consumer, (p, s)), (third_consumer, (p, s)), (fourth_consumer, (p, s)),
-            (producer, (k_boxes, p, s)),
-        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
-    elif WGS == 2:
-        gl.warp_specialize(
-            [(first_consumer, (p, s)), (second_consumer, (p, s)), (producer, (k_boxes, p, s))], [4, 1], [REGISTERS, 24]
-        )
+    if VALUES_TOO:
+        v = Values(
+            batch, heads // group, v_tiles, k_len, padded, k_slots, V_SCALE, V_MEAN, V_FINITE, V_REPAIR, V8,
+            DV, D, BK, V_STAGES,
+        )  # fmt: skip
+        values = (v_boxes, v, values_shared(v_boxes, D, V_STAGES))
+        if WGS == 4:
+            gl.warp_specialize([
+                (first_consumer, (p, s)), (second_consumer, (p, s)), (third_consumer, (p, s)),
+                (fourth_consumer, (p, s)), (prepare_all_values, values), (producer, (k_boxes, p, s)),
+            ], [4, 4, 4, WARPS, 1], [REGISTERS, REGISTERS, REGISTERS, V_REGISTERS, V_REGISTERS])  # fmt: skip
+        elif WGS == 2:
+            gl.warp_specialize([
+                (first_consumer, (p, s)), (second_consumer, (p, s)), (prepare_all_values, values),
+                (producer, (k_boxes, p, s)),
+            ], [4, WARPS, 1], [REGISTERS, V_REGISTERS, V_REGISTERS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (first_consumer, (p, s)), (prepare_all_values, values), (producer, (k_boxes, p, s)),
+            ], [WARPS, 1], [V_REGISTERS, V_REGISTERS])  # fmt: skip
     else:
-        gl.warp_specialize([(first_consumer, (p, s)), (producer, (k_boxes, p, s))], [1], [24])
+        if WGS == 4:
+            gl.warp_specialize([
+                (first_consumer, (p, s)), (second_consumer, (p, s)), (third_consumer, (p, s)),
+                (fourth_consumer, (p, s)), (producer, (k_boxes, p, s)),
+            ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip
+        elif WGS == 2:
+            gl.warp_specialize([
+                (first_consumer, (p, s)), (second_consumer, (p, s)), (producer, (k_boxes, p, s)),
+            ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        else:
+            gl.warp_specialize([(first_consumer, (p, s)), (producer, (k_boxes, p, s))], [1], [24])

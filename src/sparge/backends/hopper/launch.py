@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.backends.hopper import launch_16bit, launch_prepare, launch_probe
+from sparge.backends.hopper import launch_16bit, launch_prepare, launch_probe, launch_select
 from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
@@ -80,14 +80,18 @@ class HopperBackend(TritonBackend):
 
     def summarize(self, inputs: Inputs, config: SparseConfig) -> Blocks:
         own = functools.partial(launch_prepare.own_passes, config=config, processors=_processors(inputs.query.device))
+        probed = "probe" in config.rule and not config.keeps_everything and launch_probe.takes(inputs.signature, config)
         with on_device(inputs.query):
-            return summarize_by_kinds(inputs, config, own)
+            return summarize_by_kinds(inputs, config, own, launch_prepare.VALUES_LATER if probed else ())
 
     def select(self, blocks: Blocks, config: SparseConfig) -> BlockMask:
         device = blocks.inputs.query.device
         with on_device(blocks.inputs.query):
-            own_probe = functools.partial(launch_probe.probe, processors=_processors(device))
-            return select_by_parts(blocks, config, capability(device), own_probe)
+            own_probe, own_select = (
+                functools.partial(own, processors=_processors(device))
+                for own in (launch_probe.probe, launch_select.select)
+            )
+            return select_by_parts(blocks, config, capability(device), own_probe, own_select)
 
     def attend(self, blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
         batch, sight = blocks.inputs.query.shape[0], blocks.inputs.visibility
@@ -203,6 +207,7 @@ def _strides(inputs: Inputs, output: Tensor) -> tuple[int, ...]:
 
 
 def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
+    blocks.finish()
     inputs, copies, bits = blocks.inputs, blocks.quantized, mask.bits
     valid, second = inputs.visibility.key_valid, config.pv_threshold is not None
     assert copies is not None

@@ -18,6 +18,7 @@ from sparge.backends.triton.plans import KINDS, REMEMBERED
 from sparge.backends.triton.sizes import Sizes
 from sparge.config import SparseConfig
 from sparge.inputs import Signature
+from sparge.stages import PutOff
 
 TILE = 64  # tokens
 MOST_SEGMENTS = 8  # sub-blocks of a tile
@@ -38,6 +39,28 @@ class OwnPass:
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         boxes = descriptor(tensors[self.source], *self.boxes)
         self.launch((boxes, *self.others(tensors)), (boxes, *self.others(addresses)))
+
+
+VALUES_LATER = ("VALUES", "REPAIR")  # kinds that wait for the probe
+BESIDE = ("V_SCALE", "V_MEAN", "V_FINITE", "V_REPAIR", "V8")  # what a kernel that prepares values too reads and writes
+
+
+@functools.cache
+def _beside() -> itemgetter[Any]:
+    from sparge.backends.triton import _prepare as portable
+
+    return itemgetter(*map(portable.prepare.arg_names.index, BESIDE))
+
+
+def taken_along(put_off: PutOff) -> tuple[list[Any], list[Any]] | None:
+    """What a kernel that prepares values too is given, and the addresses of that: it must be launched, once. None if
+    there are no values to prepare."""
+    values = put_off.passes.get("VALUES")
+    if not isinstance(values, OwnPass):
+        return None
+    del put_off.passes["VALUES"]
+    boxes, of = descriptor(put_off.tensors[values.source], *values.boxes), _beside()
+    return [boxes, *of(put_off.tensors)], [boxes, *of(put_off.addresses)]
 
 
 def takes(problem: Signature, config: SparseConfig) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge.backends.hopper.launch_16bit import boxes_of, has_boxes
+from sparge.backends.hopper import launch_prepare
+from sparge.backends.hopper.launch_16bit import boxes_of, in_boxes
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, WEIGHT_BYTES, SelectedHeads, SelectPlan, reach
 from sparge.backends.triton.sizes import Sizes, padded_dim
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Signature
+from sparge.inputs import Signature
 from sparge.quantization import KEYS_PER_SCALE
 from sparge.stages import Blocks
 from sparge.words import WORD
@@ -23,43 +25,57 @@ BLOCK_KEYS = (64, 128)
 STAGES = 4  # of 128 keys
 REGISTERS = {4: (112, 96), 2: (240, 168), 1: (168, 168)}  # warpgroups: what a thread of another has, and at launch
 STEP_CYCLES = {4: 1445, 2: 867, 1: 678}  # measured in full int8 attention, 128 channels; others: in proportion
+# With two warps that prepare values: what a thread of another warpgroup has, one of theirs, and at launch.
+REGISTERS_BESIDE = {4: (96, 96, 96), 2: (200, 104, 168), 1: (168, 104, 168)}
+V_STAGES = 4  # of 64 values
 AHEAD = {4: False, 2: True, 1: True}  # whether registers hold the scores of two steps
 
 
 def probe(
     blocks: Blocks, config: SparseConfig, plan: SelectPlan, part: SelectedHeads, shares: Tensor, processors: int
 ) -> bool:
-    """Fill `shares` of a part's heads; False, and nothing is done, where the kernel does not take the problem."""
+    """Fill `shares` of a part's heads; False, and nothing is done, where the kernel does not take the problem.
+
+    Values whose preparation was put off are prepared beside it.
+    """
     inputs, copies = blocks.inputs, blocks.quantized
-    if not takes(inputs, config):
+    if not takes(inputs.signature, config):
         return False
     query, key = q_scale, k_scale = inputs.query, inputs.key
     if copies is not None:
         query, key, q_scale, k_scale = copies.query, copies.key, copies.query_scale, copies.key_scale
     heads, strides = range(part.first, part.stop), query.stride()[:3]
+    values = None if blocks.put_off is None else launch_prepare.taken_along(blocks.put_off)
     scratch, launch = _launch(
         inputs.signature, config.block, config.probe_rows, copies is not None, strides, heads, plan.share_rows,
-        processors,
+        processors, values is not None,
     )  # fmt: skip
     boxes = boxes_of(key, padded_dim(inputs.query.shape[3], copies is not None))
     tensors = (query, q_scale, k_scale, query.new_empty(scratch, dtype=torch.float32), shares)
-    launch((boxes, *tensors), (boxes, *addresses_of(tensors)))
+    addresses = addresses_of(tensors)
+    unused = len(launch_prepare.BESIDE)
+    also, there = values or ([boxes, *[query] * unused], [boxes, *addresses[:1] * unused])
+    launch((boxes, *tensors, *also), (boxes, *addresses, *there))
     return True
 
 
-def takes(inputs: Inputs, config: SparseConfig) -> bool:
+@functools.lru_cache(maxsize=REMEMBERED)
+def takes(problem: Signature, config: SparseConfig) -> bool:
     """The oracle multiplies bfloat16 numbers where there are no int8 ones: float16 ones would have to be rounded."""
-    q, problem = inputs.query, inputs.signature
-    readable = q.dtype == torch.bfloat16 and has_boxes(q) and has_boxes(inputs.key)
+    q_place, k_place, _ = problem.misalignments
+    boxes = in_boxes(problem.q_shape, problem.q_strides, q_place) and in_boxes(
+        problem.k_shape, problem.k_strides, k_place
+    )
+    readable = problem.dtype == torch.bfloat16 and boxes
     return (
         (readable or config.quantization != "none")
-        and 32 < q.shape[3] <= 128
+        and 32 < problem.q_shape[3] <= 128
         and min(problem.q_len, problem.k_len) > 0
         and config.block[1] in BLOCK_KEYS
         and problem.packing is None
         and not problem.has_valid
         and problem.left >= problem.k_len
-        and inputs.scale > 0
+        and problem.scale > 0
     )
 
 
@@ -73,6 +89,7 @@ def _launch(
     heads: range,
     share_rows: int,
     processors: int,
+    values_too: bool,
 ) -> tuple[int, Launch]:
     """How many numbers of scratch it takes, and the launch."""
     from sparge.backends.hopper import _probe as kernels
@@ -80,25 +97,35 @@ def _launch(
     size = Sizes.of(problem, block, int8)
     rows, words = size.q_blocks * probe_rows, -(-size.k_blocks // WORD)
     causal = reach(problem)[1] < size.k_len
-    warpgroups = min(REGISTERS, key=lambda n: _cost(n, len(heads) * -(-rows // (n * ROWS)), processors, causal))
+    warpgroups = cheapest(STEP_CYCLES, {n: len(heads) * -(-rows // (n * ROWS)) for n in REGISTERS}, processors, causal)
     tiles = len(heads) * -(-rows // (warpgroups * ROWS))
     per_program = warpgroups * ROWS * (words * WORD + 1)
-    programs = min(tiles, processors, max(1, WEIGHT_BYTES // (4 * per_program)))
-    registers, at_launch = REGISTERS[warpgroups]
+    room = max(WEIGHT_BYTES, math.prod(problem.q_shape) // 2)
+    probing = min(tiles, processors, max(1, room // (4 * per_program)))
+    (registers, at_launch), v_registers = REGISTERS[warpgroups], 0
+    if values_too:
+        registers, v_registers, at_launch = REGISTERS_BESIDE[warpgroups]
     numbers = (
         size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_blocks, share_rows, words,
-        size.padded // KEYS_PER_SCALE, reach(problem)[1], tiles, heads.start, len(heads), problem.scale * LOG2_E,
-        *q_strides,
+        size.padded // KEYS_PER_SCALE, reach(problem)[1], probing, tiles, heads.start, len(heads),
+        problem.scale * LOG2_E, *q_strides, size.batch, size.padded // launch_prepare.TILE, size.padded, size.k_slots,
     )  # fmt: skip
     constants: dict[str, Any] = {
         "INT8": int8, "DIM": size.dp if int8 else size.dim, "D": size.dp, "BQ": block[0], "BK": block[1],
-        "PROBES": probe_rows, "WGS": warpgroups, "AHEAD": AHEAD[warpgroups], "STAGES": STAGES, "REGISTERS": registers,
+        "PROBES": probe_rows, "WGS": warpgroups, "AHEAD": AHEAD[warpgroups], "STAGES": STAGES,
+        "VALUES_TOO": values_too, "DV": size.value_dim, "V_STAGES": V_STAGES if values_too else 0,
+        "REGISTERS": registers, "V_REGISTERS": v_registers,
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
-    return programs * per_program, Launch(kernels.probe, programs, numbers, constants)
+    programs = processors if values_too else probing
+    return probing * per_program, Launch(kernels.probe, programs, numbers, constants)
 
 
-def _cost(warpgroups: int, tiles: int, processors: int, causal: bool) -> float:
-    """Cycles for each step of the longest tile: the last turn may leave processors idle, a causal tile may be short."""
-    turns = max(1.0, tiles / processors / 2) if causal else float(-(-tiles // processors))
-    return turns * STEP_CYCLES[warpgroups]
+def cheapest(cycles: dict[int, int], tiles: dict[int, int], processors: int, causal: bool) -> int:
+    """How many warpgroups take least time, by the cycles of a step and by how many tiles there then are."""
+
+    def turns(n: int) -> float:
+        """The last one may leave processors idle; a causal tile may be short."""
+        return max(1.0, tiles[n] / processors / 2) if causal else float(-(-tiles[n] // processors))
+
+    return min(cycles, key=lambda n: turns(n) * cycles[n])

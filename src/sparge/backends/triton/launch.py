@@ -31,7 +31,7 @@ from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Sample, Signature
 from sparge.judging import Verdict
 from sparge.quantization import KEYS_PER_SCALE, Quantized, sixteen_bit, widened
-from sparge.stages import Blocks, Output, Redo
+from sparge.stages import Blocks, Output, PutOff, Redo
 from sparge.visibility import Visibility
 
 MAX_FLOAT32_DIM = 128
@@ -151,9 +151,15 @@ Pass = Callable[[Sequence[Tensor], Sequence[int]], None]
 
 
 def summarize_by_kinds(
-    inputs: Inputs, config: SparseConfig, own_passes: Callable[[Signature], Mapping[str, Pass]] | None = None
+    inputs: Inputs,
+    config: SparseConfig,
+    own_passes: Callable[[Signature], Mapping[str, Pass]] | None = None,
+    later: Sequence[str] = (),
 ) -> Blocks:
-    """One kind of work after the other; own passes run in place of the portable kernels of their kinds."""
+    """One kind of work after the other; own passes run in place of the portable kernels of their kinds.
+
+    Kinds that come later are put off, if there are own passes.
+    """
     if inputs.scale < 0:  # the kernels take a row's largest product for its largest score
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
     q = inputs.query
@@ -166,10 +172,13 @@ def summarize_by_kinds(
     addresses = addresses_of(tensors)
     sampled = inputs.sample is not None
     own = {} if own_passes is None or sampled else own_passes(inputs.signature)
+    put_off = {}
     for kind, launch in plan.launches.items():
-        if not (sampled and kind in SAMPLING):
+        if own and kind in later:
+            put_off[kind] = own.get(kind, launch)
+        elif not (sampled and kind in SAMPLING):
             own.get(kind, launch)(tensors, addresses)
-    return blocks
+    return replace(blocks, put_off=PutOff(put_off, tensors, addresses)) if put_off else blocks
 
 
 def _to_prepare(
@@ -271,6 +280,7 @@ def attend_by_parts(
     own_kernel: Callable[[Part], None] | None = None,
 ) -> Output:
     """Part by part; heads to redo, over all visible blocks. `own_kernel` runs in place of the portable one."""
+    blocks.finish()
     inputs, quantized = blocks.inputs, blocks.quantized
     redo, bits = (kept, None) if isinstance(kept, Redo) else (None, kept.bits)
     q, valid, second = inputs.query, inputs.visibility.key_valid, config.pv_threshold is not None

@@ -19,15 +19,37 @@ from sparge.words import WORD
 
 # Fills the shares of some heads in place of the portable kernel; says whether it did.
 OwnProbe = Callable[[Blocks, SparseConfig, SelectPlan, SelectedHeads, Tensor], bool]
+# Fills the bits of some heads, given their shares, likewise.
+OwnSelect = Callable[[Blocks, SparseConfig, SelectPlan, SelectedHeads, Tensor, Tensor], bool]
 
 
-def select_by_parts(blocks: Blocks, config: SparseConfig, chip: int, own_probe: OwnProbe | None = None) -> BlockMask:
+def select_by_parts(
+    blocks: Blocks,
+    config: SparseConfig,
+    chip: int,
+    own_probe: OwnProbe | None = None,
+    own_select: OwnSelect | None = None,
+) -> BlockMask:
     inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
     if config.keeps_everything and inputs.packing is None:
         return BlockMask.all_visible(sight, config.block, *q.shape[:2])
     plan = select_plan(inputs.signature, config, chip)
     size = plan.sizes
     bits = q.new_empty(size.entries, size.heads, size.q_slots, plan.words, dtype=torch.int32)
+    for part in plan.parts:
+        shares = shares_of(blocks, config, plan, part, own_probe)
+        blocks.finish()  # what the probe did not take along: selection asks which values are finite
+        if own_select is None or not own_select(blocks, config, plan, part, shares, bits):
+            _select(blocks, config, plan, part, shares, bits)
+    q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
+    return BlockMask(bits, q_len, sight.k_len, config.block, sight)
+
+
+def _select(
+    blocks: Blocks, config: SparseConfig, plan: SelectPlan, part: SelectedHeads, shares: Tensor, bits: Tensor
+) -> None:
+    """By the portable kernel."""
+    inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
     filled = q
     scratch = pieces(q, torch.float32, plan.weights, plan.shifts) if plan.weights else (q, q)
     if sight.key_valid is not None:
@@ -38,14 +60,9 @@ def select_by_parts(blocks: Blocks, config: SparseConfig, chip: int, own_probe: 
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
         *(setting(config, name, inputs, name in config.rule) for name in RULES),
-        setting(config, "similarity", inputs, config.similarity is not None), *scratch,
+        setting(config, "similarity", inputs, config.similarity is not None), *scratch, shares, bits,
     )  # fmt: skip
-    for part in plan.parts:
-        shares = shares_of(blocks, config, plan, part, own_probe)
-        everything = (*tensors, shares, bits)
-        part.select(everything, addresses_of(everything))
-    q_len = sight.q_len if inputs.packing is None else size.q_slots * config.block[0]
-    return BlockMask(bits, q_len, sight.k_len, config.block, sight)
+    part.select(tensors, addresses_of(tensors))
 
 
 def shares_of(
