@@ -36,11 +36,7 @@ class Resources:
     def spills_in_loops(self, *instructions: str) -> list[int]:
         """Stores and loads of spilled registers in each innermost loop that holds all these machine instructions, the
         shortest loop first."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            disassemble = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-            lines = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = self._disassembled()
         label = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\.(L_x_\d+):", line))}
         # A loop ends in a conditional branch; unconditional ones lead back from barriers that had to be waited for.
         ends = ((at, re.search(r"@!?U?P\d+ BRA.*`\(\.(L_x_\d+)\)", line)) for at, line in enumerate(lines))
@@ -48,7 +44,24 @@ class Resources:
         holding = [loop for loop in loops if all(any(i in x for x in lines[slice(*loop)]) for i in instructions)]
         innermost = [a for a in holding if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in holding)]
         innermost.sort(key=lambda loop: loop[1] - loop[0])
-        return [sum(bool(re.search(r"\b(STL|LDL)\b", x)) for x in lines[slice(*loop)]) for loop in innermost]
+        return [_spills(lines[slice(*loop)]) for loop in innermost]
+
+    def spills_among(self, instruction: str) -> int:
+        """The same from the first to the last of a machine instruction that only one loop holds."""
+        lines = self._disassembled()
+        places = [at for at, line in enumerate(lines) if instruction in line]
+        return _spills(lines[places[0] : places[-1]])
+
+    def _disassembled(self) -> list[str]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            disassemble = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+            return subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def _spills(lines: list[str]) -> int:
+    return sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines)
 
 
 def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[str, object], arch: int) -> Resources:

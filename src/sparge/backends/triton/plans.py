@@ -280,9 +280,9 @@ def list_rows(
         batch, head, *reach(problem),
     )  # fmt: skip
     constants = {
-        "BQ": block[0], "BK": block[1], "TILE": 512, "PACKED": problem.packing is not None,
+        "BQ": block[0], "BK": block[1], "TILE": 256, "PACKED": problem.packing is not None,
         "CUTS_FIRST": cuts_anywhere(problem), "IN_ORDER": second and cuts_anywhere(problem),
-        "HAS_VALID": problem.has_valid, "SOME_HEADS": bits is None, "num_warps": 4,
+        "HAS_VALID": problem.has_valid, "SOME_HEADS": bits is None, "num_warps": 1,  # sums in order need no barrier
     }  # fmt: skip
     return Launch(kernels.expand, rows * size.batch * size.heads, numbers, constants)
 
