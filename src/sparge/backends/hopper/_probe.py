@@ -527,7 +527,7 @@ def probe(
     Q_SCALE, K_SCALE,  # of int8 copies
     LOGS,  # scratch: float32 [programs, WGS, key blocks, rounded up to whole words, and one more for totals, 64]
     SHARES,  # output: float16 [heads_here, share_rows, key blocks, rounded up]; see triton._select.share_row
-    v_boxes, V_SCALE, V_MEAN, V_FINITE, V_REPAIR, V8,  # as in preparation, which this is with VALUES_TOO
+    v_boxes, V_SCALE, V_MEAN, V_FINITE, V_REPAIR, V8,  # as in preparation, which this is too with VALUES_TOO
     heads, group, q_len, k_len, q_blocks, share_rows, words, k_units, right, probing, all_tiles, first_head, heads_here,
     scale, q_batch, q_head, q_row, batch, v_tiles, padded, k_slots,
     INT8: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr, PROBES: gl.constexpr,
@@ -547,13 +547,13 @@ def probe(
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(STAGES, 1), barriers(STAGES, WGS),
     )  # fmt: skip
-    fence_async_shared()
     if VALUES_TOO:
         v = Values(
             batch, heads // group, v_tiles, k_len, padded, k_slots, V_SCALE, V_MEAN, V_FINITE, V_REPAIR, V8,
             DV, D, BK, V_STAGES,
         )  # fmt: skip
         values = (v_boxes, v, values_shared(v_boxes, D, V_STAGES))
+        fence_async_shared()
         if WGS == 4:
             gl.warp_specialize([
                 (first_consumer, (p, s)), (second_consumer, (p, s)), (third_consumer, (p, s)),
@@ -569,6 +569,7 @@ def probe(
                 (first_consumer, (p, s)), (prepare_all_values, values), (producer, (k_boxes, p, s)),
             ], [WARPS, 1], [V_REGISTERS, V_REGISTERS])  # fmt: skip
     else:
+        fence_async_shared()
         if WGS == 4:
             gl.warp_specialize([
                 (first_consumer, (p, s)), (second_consumer, (p, s)), (third_consumer, (p, s)),

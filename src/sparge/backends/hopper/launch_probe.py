@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from sparge.backends.hopper import launch_prepare
 from sparge.backends.hopper.launch_16bit import boxes_of, in_boxes
 from sparge.backends.triton.dispatch import Launch, addresses_of
-from sparge.backends.triton.plans import LOG2_E, REMEMBERED, WEIGHT_BYTES, SelectedHeads, SelectPlan, reach
+from sparge.backends.triton.plans import LOG2_E, REMEMBERED, SelectedHeads, SelectPlan, reach
 from sparge.backends.triton.sizes import Sizes, padded_dim
 from sparge.config import SparseConfig
 from sparge.inputs import Signature
@@ -28,6 +27,7 @@ STEP_CYCLES = {4: 1445, 2: 867, 1: 678}  # measured in full int8 attention, 128 
 # With two warps that prepare values: what a thread of another warpgroup has, one of theirs, and at launch.
 REGISTERS_BESIDE = {4: (96, 96, 96), 2: (200, 104, 168), 1: (168, 104, 168)}
 V_STAGES = 4  # of 64 values
+SCRATCH_BYTES = 1 << 28  # of logarithms of weights; beyond 128K tokens fewer programs share it
 AHEAD = {4: False, 2: True, 1: True}  # whether registers hold the scores of two steps
 
 
@@ -100,8 +100,7 @@ def _launch(
     warpgroups = cheapest(STEP_CYCLES, {n: len(heads) * -(-rows // (n * ROWS)) for n in REGISTERS}, processors, causal)
     tiles = len(heads) * -(-rows // (warpgroups * ROWS))
     per_program = warpgroups * ROWS * (words * WORD + 1)
-    room = max(WEIGHT_BYTES, math.prod(problem.q_shape) // 2)
-    probing = min(tiles, processors, max(1, room // (4 * per_program)))
+    probing = min(tiles, processors, max(1, SCRATCH_BYTES // (4 * per_program)))
     (registers, at_launch), v_registers = REGISTERS[warpgroups], 0
     if values_too:
         registers, v_registers, at_launch = REGISTERS_BESIDE[warpgroups]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.hopper.boxes import descriptor
-from sparge.backends.hopper.launch_probe import cheapest
+from sparge.backends.hopper.launch_probe import REGISTERS, cheapest
 from sparge.backends.triton.arguments import setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, SelectedHeads, SelectPlan, reach
@@ -23,7 +23,6 @@ RULES = ("threshold", "gap", "probe")  # that need no search
 SUBS = (4, 4)
 QUERY_BLOCKS = 16  # of one warpgroup
 STAGES = 4  # of the sub-means of 32 key blocks
-REGISTERS = {4: (112, 96), 2: (240, 168), 1: (168, 168)}  # warpgroups: what a thread of another has, and at launch
 STEP_CYCLES = {4: 7400, 2: 4800, 1: 3300}  # of both walks together, measured in full attention, 128 channels
 
 
