@@ -17,7 +17,8 @@ from problems import EXACT
 
 from sparge import BlockMask, SparseConfig
 from sparge.backends.hopper import launch, launch_prepare, launch_probe, launch_select
-from sparge.backends.triton import plans
+from sparge.backends.triton import dispatch, plans
+from sparge.backends.triton.launch import TritonBackend
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
 from sparge.packing import Packing
 from sparge.stages import Output, Redo
@@ -303,6 +304,45 @@ def test_values_that_no_probe_takes_along_are_prepared_all_the_same(monkeypatch)
         for _ in range(2):
             backend.select(blocks, replace(config, rule="gap"))
     assert [kwargs.get("KIND") for _, _, kwargs in noted].count(plans.KINDS.index("VALUES")) == 1
+
+
+PLACES = {
+    "default": ({}, {"needs_lse": False}),
+    "default, with the LSE": ({}, {}),
+    "causal": ({}, {"is_causal": True, "needs_lse": False}),
+    "padding": ({}, {"attn_mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}),
+    "window": ({}, {"window": (100, 0), "needs_lse": False}),
+    "second stage": ({"pv_threshold": -4.0}, {"needs_lse": False}),
+    "self-similarity": ({"similarity": 0.5, "protected": ((0, 10),)}, {}),
+    "a search": ({"rule": ("cdf", "topk"), "cdf": 0.9, "topk": 0.2}, {"needs_lse": False}),
+    "int8": ({"quantization": "int8"}, {}),
+    "16 bits": ({"quantization": "none"}, {"needs_lse": False}),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("backend", [launch.HopperBackend(), TritonBackend()], ids=lambda x: x.name)
+def test_kernels_start_at_the_addresses_of_their_tensors(monkeypatch, backend, case):
+    """Triton sees the tensors at a kernel's first launch alone, later launches are given addresses."""
+    pose_as_hopper(monkeypatch)
+    launches = []
+
+    def compare(self, given, addresses):
+        tensors = given() if callable(given) else given
+        assert len(tensors) == len(addresses)
+        for name, tensor, address in zip(self.kernel.arg_names, tensors, addresses, strict=False):
+            if not isinstance(tensor, torch.Tensor):
+                assert address is tensor  # a descriptor
+            elif tensor.numel():
+                assert address == tensor.data_ptr(), name
+        launches.append(self)
+
+    monkeypatch.setattr(dispatch.Launch, "__call__", compare)
+    config = SparseConfig(**{"quantization": "int8-fp8", **PLACES[case][0]})
+    inputs = prepare_inputs(WHOLE, WHOLE, WHOLE, **PLACES[case][1])
+    blocks = backend.summarize(inputs, config)
+    backend.attend(blocks, backend.select(blocks, config), config)
+    assert len(launches) >= 6
 
 
 PROBE = SparseConfig(quantization="none", rule="probe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from sparge.quantization import Quantized
 class PutOff:
     """Passes of a summary that run beside something else, or when they are needed; each runs once."""
 
-    passes: dict[str, Callable[[Sequence[Tensor], Sequence[int]], None]]  # by kind, in their order
-    tensors: Sequence[Tensor]
-    addresses: Sequence[int]
+    passes: dict[str, Callable[[Any, Sequence[int]], None]]  # by kind, in their order
+    operands: Any = None  # what they read and write, as the backend gives it to kernels
+    addresses: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Blocks:
         """Whatever was put off and has not run."""
         if self.put_off is not None:
             for kind in tuple(self.put_off.passes):
-                self.put_off.passes.pop(kind)(self.put_off.tensors, self.put_off.addresses)
+                self.put_off.passes.pop(kind)(self.put_off.operands, self.put_off.addresses)
 
     @property
     def k_filled(self) -> Tensor:

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from sparge.backends.hopper import launch_16bit, launch_prepare, launch_probe, launch_select
 from sparge.backends.hopper.boxes import descriptor
-from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
-from sparge.backends.triton.dispatch import Launch, addresses_of
+from sparge.backends.triton.arguments import (
+    Operands,
+    Scratch,
+    ScratchLayout,
+    either,
+    no_skips,
+    sequence_ends,
+    setting,
+)
+from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.launch import TritonBackend, capability, on_device, summarize_by_kinds
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
@@ -42,6 +50,7 @@ NARROW = 128  # value channels whose float32 sums fit shared memory, and registe
 # Keys from which on wide steps pay, without and with an LSE: in shorter lists the tail is a large part. With an LSE
 # every probability takes an exponential, and they lose at 4,096 and gain at 8,192.
 WIDE_FROM = {False: 4096, True: 6144}
+LISTS = ("counts", "cuts", "lists")  # int32 scratch
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -135,8 +144,7 @@ class ListedRows:
 @dataclass(frozen=True)
 class Plan:
     sizes: Sizes
-    list_entries: int
-    list_rows: int
+    lists: ScratchLayout
     scratch: int  # float32 sums that do not fit shared memory
     parts: tuple[ListedRows, ...]
 
@@ -172,7 +180,8 @@ def _plan(
         expand = list_rows(problem, size, block, bits, first, here, second)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
-    return Plan(size, heads * step * size.k_blocks, heads * step, scratch, tuple(parts))
+    lists = ScratchLayout(dict(zip(LISTS, (heads * step + 1, heads * step, heads * step * size.k_blocks), strict=True)))
+    return Plan(size, lists, scratch, tuple(parts))
 
 
 def _units(problem: Signature, size: Sizes, warpgroups: int, second: bool) -> int:
@@ -219,24 +228,38 @@ def _attend(blocks: Blocks, mask: BlockMask, config: SparseConfig) -> Output:
     )
     size = plan.sizes
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32) if inputs.needs_lse else None
-    lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
+    lists = Scratch(q, plan.lists)
     sums = q.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else q
-    ends, skipped, skips = sequence_ends(inputs), no_skips(q.device).expand(size.batch, size.heads), q
+    ends, skipped, skips = sequence_ends(inputs), no_skips(q.device, size.batch, size.heads), q
     boxes = (
         _boxes(copies.query, ROWS, size.dp), _boxes(copies.key, UNIT, size.dp), _boxes(copies.value, size.dvp, UNIT)
     )  # fmt: skip
     for part in plan.parts:
-        listing = (bits, *ends, either(inputs.visibility.valid_before, q), q, counts, cuts, lists)
-        part.expand(listing, addresses_of(listing))
+        unfilled = (bits, *ends, either(inputs.visibility.valid_before, q), q, *LISTS)
+        listing = Operands(lists, unfilled, LISTS)
+        part.expand(listing, listing.addresses())
         if second:
             skips = torch.zeros(size.batch, size.heads, part.tiles_per_head, dtype=torch.int32, device=q.device)
-        tensors = (
-            counts, cuts, lists, counts[part.rows :], copies.query_scale, copies.key_scale,
-            q if valid is None else valid.contiguous().view(torch.int8), *ends, blocks.v_finite.view(torch.int8),
+        items = (
+            *LISTS, copies.query_scale, copies.key_scale,
+            q if valid is None else valid.contiguous(), *ends, blocks.v_finite,
             setting(config, "pv_threshold", inputs, second), copies.value_scale, copies.value_mean,
             either(copies.lse_term, q), skips, sums, output, either(lse, q),
         )  # fmt: skip
-        part.attend((*boxes, *tensors), (*boxes, *addresses_of(tensors)))
+        _start(part, boxes, Operands(lists, items, LISTS))
         if second:
             skipped = skipped + skips.sum(-1, dtype=torch.int64)
     return Output(output, lse, skipped)
+
+
+def _start(part: ListedRows, boxes: tuple[Any, ...], operands: Operands) -> None:
+    """With what programs draw first, which lies behind the part's counts, between its lists and the rest."""
+    rows, behind = part.rows, len(LISTS)
+    addresses = operands.addresses()
+
+    def tensors() -> list[Any]:
+        found = operands()
+        return [*boxes, *found[:behind], found[0][rows:], *found[behind:]]
+
+    tickets = addresses[0] + 4 * rows
+    part.attend(tensors, (*boxes, *addresses[:behind], tickets, *addresses[behind:]))

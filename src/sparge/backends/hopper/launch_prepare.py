@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from torch import Tensor
-
 from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.hopper.launch_16bit import DTYPES, box_sizes, in_boxes
+from sparge.backends.triton.arguments import Operands
 from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.plans import KINDS, REMEMBERED
 from sparge.backends.triton.sizes import Sizes
@@ -36,9 +35,12 @@ class OwnPass:
     boxes: tuple[tuple[int, ...], ...]
     others: itemgetter[Any]  # of its tensors
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        boxes = descriptor(tensors[self.source], *self.boxes)
-        self.launch((boxes, *self.others(tensors)), (boxes, *self.others(addresses)))
+    def __call__(self, operands: Operands, addresses: Sequence[int]) -> None:
+        boxes = self.descriptor(operands)
+        self.launch(lambda: (boxes, *self.others(operands())), (boxes, *self.others(addresses)))
+
+    def descriptor(self, operands: Operands) -> Any:
+        return descriptor(operands.tensor(self.source), *self.boxes)
 
 
 VALUES_LATER = ("VALUES", "REPAIR")  # kinds that wait for the probe
@@ -52,15 +54,15 @@ def _beside() -> itemgetter[Any]:
     return itemgetter(*map(portable.prepare.arg_names.index, BESIDE))
 
 
-def taken_along(put_off: PutOff) -> tuple[list[Any], list[Any]] | None:
+def taken_along(put_off: PutOff) -> tuple[Callable[[], list[Any]], list[Any]] | None:
     """What a kernel that prepares values too is given, and the addresses of that: it must be launched, once. None if
     there are no values to prepare."""
-    values = put_off.passes.get("VALUES")
+    values, operands = put_off.passes.get("VALUES"), put_off.operands
     if not isinstance(values, OwnPass):
         return None
     del put_off.passes["VALUES"]
-    boxes, of = descriptor(put_off.tensors[values.source], *values.boxes), _beside()
-    return [boxes, *of(put_off.tensors)], [boxes, *of(put_off.addresses)]
+    boxes, of = values.descriptor(operands), _beside()
+    return lambda: [boxes, *of(operands())], [boxes, *of(put_off.addresses)]
 
 
 def takes(problem: Signature, config: SparseConfig) -> bool:

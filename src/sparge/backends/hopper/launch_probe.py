@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from sparge.backends.hopper import launch_prepare
-from sparge.backends.hopper.launch_16bit import boxes_of, in_boxes
+from sparge.backends.hopper.boxes import descriptor
+from sparge.backends.hopper.launch_16bit import box_sizes, in_boxes
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, SelectedHeads, SelectPlan, reach
-from sparge.backends.triton.sizes import Sizes, padded_dim
+from sparge.backends.triton.sizes import Sizes
 from sparge.config import SparseConfig
 from sparge.inputs import Signature
 from sparge.quantization import KEYS_PER_SCALE
@@ -46,16 +47,19 @@ def probe(
         query, key, q_scale, k_scale = copies.query, copies.key, copies.query_scale, copies.key_scale
     heads, strides = range(part.first, part.stop), query.stride()[:3]
     values = None if blocks.put_off is None else launch_prepare.taken_along(blocks.put_off)
-    scratch, launch = _launch(
+    scratch, key_boxes, launch = _launch(
         inputs.signature, config.block, config.probe_rows, copies is not None, strides, heads, plan.share_rows,
         processors, values is not None,
     )  # fmt: skip
-    boxes = boxes_of(key, padded_dim(inputs.query.shape[3], copies is not None))
+    boxes = descriptor(key, *key_boxes)
     tensors = (query, q_scale, k_scale, query.new_empty(scratch, dtype=torch.float32), shares)
     addresses = addresses_of(tensors)
-    unused = len(launch_prepare.BESIDE)
-    also, there = values or ([boxes, *[query] * unused], [boxes, *addresses[:1] * unused])
-    launch((boxes, *tensors, *also), (boxes, *addresses, *there))
+    if values is None:
+        unused = len(launch_prepare.BESIDE)
+        launch((boxes, *tensors, boxes, *[query] * unused), (boxes, *addresses, boxes, *addresses[:1] * unused))
+    else:
+        also, places = values
+        launch(lambda: (boxes, *tensors, *also()), (boxes, *addresses, *places))
     return True
 
 
@@ -90,8 +94,8 @@ def _launch(
     share_rows: int,
     processors: int,
     values_too: bool,
-) -> tuple[int, Launch]:
-    """How many numbers of scratch it takes, and the launch."""
+) -> tuple[int, tuple[tuple[int, ...], ...], Launch]:
+    """How many numbers of scratch it takes, what a descriptor says of its keys, and the launch."""
     from sparge.backends.hopper import _probe as kernels
 
     size = Sizes.of(problem, block, int8)
@@ -117,7 +121,12 @@ def _launch(
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
     programs = processors if values_too else probing
-    return probing * per_program, Launch(kernels.probe, programs, numbers, constants)
+    k_shape, k_strides = tuple(problem.k_shape), tuple(problem.k_strides)
+    if int8:  # the copies
+        k_shape = (size.batch, size.kv_heads, size.padded, size.dp)
+        k_strides = (size.kv_heads * size.padded * size.dp, size.padded * size.dp, size.dp, 1)
+    key_boxes = box_sizes(k_shape, k_strides, size.dp)
+    return probing * per_program, key_boxes, Launch(kernels.probe, programs, numbers, constants)
 
 
 def cheapest(cycles: dict[int, int], tiles: dict[int, int], processors: int, causal: bool) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.hopper.launch_probe import REGISTERS, cheapest
-from sparge.backends.triton.arguments import setting
+from sparge.backends.triton.arguments import seen_by_kernels, setting
 from sparge.backends.triton.dispatch import Launch, addresses_of
 from sparge.backends.triton.plans import LOG2_E, REMEMBERED, SelectedHeads, SelectPlan, reach
 from sparge.backends.triton.sizes import Sizes
@@ -34,13 +33,12 @@ def select(
     inputs = blocks.inputs
     if not takes(inputs.signature, config):
         return False
-    launch = _launch(inputs.signature, config, range(part.first, part.stop), plan.words, plan.share_rows, processors)
-    means = blocks.k_means
-    rows, slots, dim = means.shape[0] * means.shape[1] * SUBS[1], means.shape[3], means.shape[4]
-    boxes = descriptor(means, (rows, slots, dim), (slots * dim, dim, 1), (SUBS[1], WORD, _columns(dim)))
+    heads = range(part.first, part.stop)
+    sizes, launch = _launch(inputs.signature, config, heads, plan.words, plan.share_rows, processors)
+    boxes = descriptor(blocks.k_means, *sizes)
     settings = (setting(config, name, inputs, name in config.rule) for name in RULES)
-    tensors = (blocks.q_means, blocks.v_finite.view(torch.int8), *settings, shares, bits)
-    launch((boxes, *tensors), (boxes, *addresses_of(tensors)))
+    tensors = (blocks.q_means, blocks.v_finite, *settings, shares, bits)
+    launch(lambda: (boxes, *seen_by_kernels(tensors)), (boxes, *addresses_of(tensors)))
     return True
 
 
@@ -69,7 +67,8 @@ def _columns(dim: int) -> int:
 @functools.lru_cache(maxsize=REMEMBERED)
 def _launch(
     problem: Signature, config: SparseConfig, heads: range, words: int, share_rows: int, processors: int
-) -> Launch:
+) -> tuple[tuple[tuple[int, ...], ...], Launch]:
+    """What a descriptor says of the keys' means, and the launch."""
     from sparge.backends.hopper import _select as kernels
 
     size = Sizes.of(problem, config.block, False)
@@ -86,4 +85,7 @@ def _launch(
         "RIGHT_EDGE": problem.right < problem.q_len + problem.k_len, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
-    return Launch(kernels.select, tiles[warpgroups], numbers, constants)
+    slots, dim = size.k_slots, size.dim
+    rows = size.batch * size.kv_heads * SUBS[1]
+    boxes = ((rows, slots, dim), (slots * dim, dim, 1), (SUBS[1], WORD, _columns(dim)))
+    return boxes, Launch(kernels.select, tiles[warpgroups], numbers, constants)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Given = Sequence[Any] | Callable[[], Sequence[Any]]  # tensors, and descriptors of tensors
+
 
 class Launch:
     """kernel[(programs,)](*tensors, *numbers, **constants), for tensors of one problem."""
@@ -22,11 +24,13 @@ class Launch:
         self._start: Any = None
         self._tail: tuple[Any, ...] = ()
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        """On the current device and stream. `addresses` are the tensors', looked up once for several launches."""
+    def __call__(self, given: Given, addresses: Sequence[Any]) -> None:
+        """On the current device and stream. `addresses` are the tensors', looked up once for several launches; tensors
+        that are made when asked for are asked for at the first."""
         if self._start is not None:
             self._start(*addresses, *self._tail)
             return
+        tensors = given() if callable(given) else given
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
         if compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]

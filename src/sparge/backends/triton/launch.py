@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,13 +14,21 @@ from torch import Tensor
 
 from sparge import exact
 from sparge.backends.triton import launch_exact
-from sparge.backends.triton.arguments import either, no_skips, pieces, sequence_ends, setting
+from sparge.backends.triton.arguments import (
+    Operands,
+    Scratch,
+    either,
+    no_skips,
+    pieces,
+    sequence_ends,
+    setting,
+)
 from sparge.backends.triton.dispatch import addresses_of
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
     MaskBits,
-    Operands,
     PreparePlan,
+    Strides,
     attend_plan,
     prepare_plan,
 )
@@ -140,14 +147,9 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
     return (1 - 2 * parity).to(device, torch.bfloat16)
 
 
-def _shaped(piece: Tensor, *shape: int) -> Tensor:
-    """The beginning of a piece, as a tensor; mostly it is all of it."""
-    count = math.prod(shape)
-    return (piece if piece.numel() == count else piece[:count]).view(shape)
-
-
 # A kind of preparation: called with what its kernels read and write, in their order, and the addresses of that.
-Pass = Callable[[Sequence[Tensor], Sequence[int]], None]
+Pass = Callable[[Operands, Sequence[int]], None]
+COUNTERS = ("arrived", "v_repair")  # int32 scratch
 
 
 def summarize_by_kinds(
@@ -162,46 +164,44 @@ def summarize_by_kinds(
     """
     if inputs.scale < 0:  # the kernels take a row's largest product for its largest score
         inputs = replace(inputs, query=-inputs.query, scale=-inputs.scale)
-    q = inputs.query
+    q, sampled = inputs.query, inputs.sample is not None
     plan = prepare_plan(inputs.signature, config, capability(q.device))
-    scratch = dict(zip(plan.scratch, pieces(q, torch.float32, *plan.scratch.values()), strict=True))
-    blocks = _blocks(inputs, config, plan.sizes, scratch)
+    own = {} if own_passes is None or sampled else own_passes(inputs.signature)
+    put_off = PutOff({kind: own.get(kind, plan.launches[kind]) for kind in later}) if own and later else None
+    scratch = Scratch(q, plan.scratch)
+    blocks = _blocks(inputs, config, plan.sizes, scratch, put_off)
     if inputs.sample is not None:
         _sample(inputs, inputs.sample, blocks, config, scratch)
-    tensors = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite, plan.clears)
-    addresses = addresses_of(tensors)
-    sampled = inputs.sample is not None
-    own = {} if own_passes is None or sampled else own_passes(inputs.signature)
-    put_off = {}
+    operands = _to_prepare(inputs, blocks, plan, scratch, blocks.v_finite, plan.clears)
+    addresses = operands.addresses()
+    if put_off is not None:
+        put_off.operands, put_off.addresses = operands, addresses
     for kind, launch in plan.launches.items():
-        if own and kind in later:
-            put_off[kind] = own.get(kind, launch)
-        elif not (sampled and kind in SAMPLING):
-            own.get(kind, launch)(tensors, addresses)
-    return replace(blocks, put_off=PutOff(put_off, tensors, addresses)) if put_off else blocks
+        if not ((put_off is not None and kind in later) or (sampled and kind in SAMPLING)):
+            own.get(kind, launch)(operands, addresses)
+    return blocks
 
 
 def _to_prepare(
-    inputs: Inputs, blocks: Blocks, plan: PreparePlan, scratch: dict[str, Tensor], v_finite: Tensor, cleared: bool
-) -> tuple[Tensor, ...]:
+    inputs: Inputs, blocks: Blocks, plan: PreparePlan, scratch: Scratch, v_finite: Tensor, cleared: bool
+) -> Operands:
     """What the kernels of preparation read and write, in their order. `cleared`: they will set counters to zero."""
     q, valid, copied = inputs.query, inputs.visibility.key_valid, blocks.quantized
-    counters = scratch["counters"].view(torch.int32)
     if not cleared:
-        counters.zero_()
-    return (
-        q, inputs.key, inputs.value, q if valid is None else valid.contiguous().view(torch.int8),
-        *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device), counters, counters[plan.sizes.rows :],
-        *(scratch[x] for x in ("count", "sum", "v_max", "v_sum", "rotated_mean")),
-        *(scratch[x] for x in ("key_mean", "value_scale", "value_mean")),
-        v_finite.view(torch.int8), blocks.q_means, blocks.k_means,
-        scratch["q_similarity"], scratch["k_similarity"],
+        for name in COUNTERS:
+            scratch.piece(name).zero_()
+    items = (
+        q, inputs.key, inputs.value, q if valid is None else valid.contiguous(),
+        *sequence_ends(inputs), _hadamard(plan.sizes.dp, q.device), *COUNTERS,
+        "count", "sum", "v_max", "v_sum", "rotated_mean", "key_mean", "value_scale", "value_mean",
+        v_finite, blocks.q_means, blocks.k_means, "q_similarity", "k_similarity",
         *((q, q, q) if copied is None else (copied.query, copied.key, copied.value)),
-        scratch["query_scale"], scratch["key_scale"], scratch["lse_term"],
+        "query_scale", "key_scale", "lse_term",
     )  # fmt: skip
+    return Operands(scratch, items, COUNTERS)
 
 
-def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig, scratch: dict[str, Tensor]) -> None:
+def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig, scratch: Scratch) -> None:
     """Means and value scales of the longer sequence that these keys are part of, by the kernel that samples.
 
     It looks at every tile of up to 63, and a sample has no more. Scales are final: no rank may repair its own.
@@ -213,8 +213,8 @@ def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig
     whole = replace(inputs, key=sample.key, value=value, visibility=sight, sample=None)
     plan = prepare_plan(whole.signature, config, capability(inputs.query.device))
     unread = inputs.query.new_empty(plan.sizes.rows * plan.sizes.k_slots, dtype=torch.bool)
-    tensors = _to_prepare(whole, blocks, plan, scratch, unread, False)
-    plan.launches["SAMPLE"](tensors, addresses_of(tensors))
+    operands = _to_prepare(whole, blocks, plan, scratch, unread, False)
+    plan.launches["SAMPLE"](operands, operands.addresses())
     blocks.v_finite.fill_(True)  # which the kernel does for as many keys as it samples from
     copied = blocks.quantized
     if sample.value_max is not None and copied is not None and copied.value_scale is not None:
@@ -222,7 +222,7 @@ def _sample(inputs: Inputs, sample: Sample, blocks: Blocks, config: SparseConfig
         copied.value_scale.copy_(widened(copied.value_scale, sample.value_max + copied.value_mean.abs()))
 
 
-def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str, Tensor]) -> Blocks:
+def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: Scratch, put_off: PutOff | None) -> Blocks:
     """What the kernels will fill."""
     (a, b), new, value = config.subblocks, inputs.query.new_empty, inputs.value
     queries, keys = (size.entries, size.heads), (size.entries, size.kv_heads)
@@ -232,25 +232,26 @@ def _blocks(inputs: Inputs, config: SparseConfig, size: Sizes, scratch: dict[str
         v8 = new(*keys, size.dvp, size.padded, dtype=torch.float8_e4m3fn) if fp8 else value.to(sixteen_bit(value.dtype))
         quantized = Quantized(
             query=new(*queries, size.q_tokens, size.dp, dtype=torch.int8),
-            query_scale=_shaped(scratch["query_scale"], *queries, size.q_tokens),
+            query_scale=scratch.shaped("query_scale", *queries, size.q_tokens),
             key=new(*keys, size.padded, size.dp, dtype=torch.int8),
-            key_scale=_shaped(scratch["key_scale"], *keys, size.padded // KEYS_PER_SCALE),
-            key_mean=_shaped(scratch["key_mean"], size.batch, size.kv_heads, size.dim),
+            key_scale=scratch.shaped("key_scale", *keys, size.padded // KEYS_PER_SCALE),
+            key_mean=scratch.shaped("key_mean", size.batch, size.kv_heads, size.dim),
             value=v8,
-            value_scale=_shaped(scratch["value_scale"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
-            value_mean=_shaped(scratch["value_mean"], size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            value_scale=scratch.shaped("value_scale", size.batch, size.kv_heads, size.value_dim) if fp8 else None,
+            value_mean=scratch.shaped("value_mean", size.batch, size.kv_heads, size.value_dim) if fp8 else None,
             values_transposed=fp8,
-            lse_term=_shaped(scratch["lse_term"], *queries, size.q_tokens) if inputs.needs_lse else None,
+            lse_term=scratch.shaped("lse_term", *queries, size.q_tokens) if inputs.needs_lse else None,
         )
     return Blocks(
         inputs,
         q_means=new(*queries, size.q_slots, a, size.dim, dtype=torch.bfloat16),
         k_means=new(*keys, b, size.k_slots, size.dim, dtype=torch.bfloat16),
         v_finite=new(*keys, size.k_slots, dtype=torch.bool),
-        q_similarity=_shaped(scratch["q_similarity"], *queries, size.q_slots) if judge else None,
-        k_similarity=_shaped(scratch["k_similarity"], *keys, size.k_slots) if judge else None,
+        q_similarity=scratch.shaped("q_similarity", *queries, size.q_slots) if judge else None,
+        k_similarity=scratch.shaped("k_similarity", *keys, size.k_slots) if judge else None,
         quantized=quantized,
         block=config.block,
+        put_off=put_off,
     )
 
 
@@ -291,7 +292,7 @@ def attend_by_parts(
             quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
             either(quantized.value_scale, q), either(quantized.value_mean, q), either(quantized.lse_term, q),
         )  # fmt: skip
-    layout = Operands(
+    layout = Strides(
         operands[0].stride(), operands[1].stride(), operands[2].stride(), output.stride(), operands[2].data_ptr() & 15
     )
     listed, block = None if bits is None else MaskBits.of(bits), block_of(kept, config)
@@ -302,7 +303,7 @@ def attend_by_parts(
     if redo is not None:
         lse, wanted = redo.output.lse, redo.heads.view(torch.int8)
     lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
-    skipped = no_skips(q.device).expand(size.batch, size.heads)
+    skipped = no_skips(q.device, size.batch, size.heads)
     before = either(inputs.visibility.valid_before, q)
     listing = (either(bits, q), *sequence_ends(inputs), before, wanted, counts, cuts, lists)
     for number, part in enumerate(plan.parts):

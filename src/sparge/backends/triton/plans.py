@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparge.backends.triton.arguments import ScratchLayout
 from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.sizes import (
     PROBE_PROGRAMS,
@@ -39,7 +40,7 @@ REMEMBERED = 512  # problems
 @dataclass(frozen=True)
 class PreparePlan:
     sizes: Sizes
-    scratch: dict[str, int]  # float32 numbers of each tensor
+    scratch: ScratchLayout
     clears: bool  # the first launch sets counters to zero; else they must be
     launches: dict[str, Launch]  # by kind, in their order
 
@@ -105,7 +106,8 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
     if clears:  # queries do not need the sample
         kinds = ("QUERIES", "SAMPLE", *kinds[2:])
     scratch = {
-        "counters": 2 * size.rows,
+        "arrived": size.rows,
+        "v_repair": size.rows,
         "count": size.rows * SAMPLE_PARTS,
         "sum": size.rows * SAMPLE_PARTS * size.dim,
         "rotated_mean": size.rows * size.dp * int8,
@@ -138,7 +140,7 @@ def prepare_plan(problem: Signature, config: SparseConfig, chip: int) -> Prepare
         )
         for kind in kinds
     }  # fmt: skip
-    return PreparePlan(size, scratch, clears, launches)
+    return PreparePlan(size, ScratchLayout(scratch), clears, launches)
 
 
 def reach(problem: Signature) -> tuple[int, int]:
@@ -239,7 +241,7 @@ class MaskBits(NamedTuple):
         return cls(batch, head, bits.shape[3], bits.data_ptr() & 15)
 
 
-class Operands(NamedTuple):
+class Strides(NamedTuple):
     """Strides of what the attention kernel reads and writes."""
 
     query: tuple[int, ...]
@@ -292,7 +294,7 @@ def attend_plan(
     problem: Signature,
     config: SparseConfig,
     block: tuple[int, int],
-    operands: Operands,
+    operands: Strides,
     bits: MaskBits | None,
     chip: int,
 ) -> AttendPlan:
