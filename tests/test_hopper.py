@@ -376,6 +376,41 @@ def differing_bits(a: Tensor, b: Tensor) -> int:
     return sum(int(((a ^ b) >> n & 1).sum()) for n in range(32))
 
 
+def both_selections(inputs: Inputs, config: SparseConfig) -> tuple[BlockMask, BlockMask]:
+    """Hopper's and the portable one, of the same means and shares."""
+    blocks, ran = HOPPER.summarize(inputs, config), []
+
+    def own_probe(*arguments):
+        return launch_probe.probe(*arguments, PROCESSORS[0])
+
+    def own_select(*arguments):
+        arguments[-1].fill_(-1)
+        ran.append(launch_select.select(*arguments, PROCESSORS[0]))
+        return ran[-1]
+
+    want = select_by_parts(blocks, config, CHIP, own_probe)
+    got = select_by_parts(blocks, config, CHIP, own_probe, own_select)
+    assert ran == [True]
+    return got, want
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+@pytest.mark.parametrize("step", [60.0, 100.0, 130.0])
+def test_selection_where_hidden_keys_score_highest(step, warpgroups, watchdog, monkeypatch):
+    """By so many bits from each 2,048 keys to the next: nothing a row sees may be relative to them."""
+    monkeypatch.setattr(launch_select, "STEP_CYCLES", {warpgroups: 1})
+    monkeypatch.setattr(launch_select, "_launch", launch_select._launch.__wrapped__)  # nothing is remembered
+    torch.manual_seed(0)
+    inputs = sampled_problem(8192, 8192, 128, heads=2, is_causal=True)
+    inputs.query[...] = 1
+    rising = torch.arange(8192, device="cuda") // 2048 * (step / 128 / inputs.scale / 1.4427)
+    inputs.key[...] = (rising[:, None] + 0.1 * torch.randn_like(inputs.key)).to(inputs.key.dtype)
+    for block in ((128, 64), (256, 64)):
+        got, want = both_selections(inputs, SparseConfig(quantization="int8-fp8", block=block))
+        assert 0 < int(want.kept_per_head.sum()) < int(want.visible_per_head.sum())
+        assert differing_bits(got.bits, want.bits) <= int(want.kept_per_head.sum()) // 200
+
+
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
 @pytest.mark.parametrize("part", range(3))
 def test_selection_keeps_what_the_portable_kernel_keeps(part, warpgroups, watchdog, monkeypatch):
@@ -405,19 +440,7 @@ def test_selection_keeps_what_the_portable_kernel_keeps(part, warpgroups, watchd
         rules = rng.choice(({}, {"rule": "probe"}, *means))
         config = SparseConfig(quantization="int8-fp8", block=block, sinks=rng.choice((0, 1, 40)), **rules)
         assert launch_select.takes(inputs.signature, config)
-        blocks, ran = HOPPER.summarize(inputs, config), []
-
-        def own_probe(*arguments):
-            return launch_probe.probe(*arguments, PROCESSORS[0])
-
-        def own_select(*arguments, ran=ran):
-            arguments[-1].fill_(-1)
-            ran.append(launch_select.select(*arguments, PROCESSORS[0]))
-            return ran[-1]
-
-        want = select_by_parts(blocks, config, CHIP, own_probe)
-        got = select_by_parts(blocks, config, CHIP, own_probe, own_select)
-        assert ran == [True]
+        got, want = both_selections(inputs, config)
         differing += differing_bits(got.bits, want.bits)
         kept += int(want.kept_per_head.sum())
     assert differing <= kept // 2000  # ties: weights are added up in another order

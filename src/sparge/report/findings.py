@@ -109,7 +109,8 @@ def _seconds(run: Run) -> Seconds:
     backend, config, inputs = run.choice.backend, run.choice.config, run.inputs
     plain = replace(config, quantization="none")
     blocks = backend.summarize(inputs, config)
-    summarize = _taken(inputs, lambda: backend.summarize(inputs, config))
+    blocks.finish()
+    summarize = _taken(inputs, lambda: backend.summarize(inputs, config).finish())
     unquantized = summarize if plain == config else _taken(inputs, lambda: backend.summarize(inputs, plain))
     select = _taken(inputs, lambda: backend.select(blocks, config))
     attend = _taken(inputs, lambda: backend.attend(blocks, run.mask, config))

@@ -232,6 +232,15 @@ def filled_only(raw, step, p):
 
 
 @gluon.jit
+def seen_only(raw, high, step, p):
+    """Sub-scores, -inf where a row sees no key of the block: none may become what a row's weights are relative to."""
+    n = gl.arange(0, SUBS * WORD, gl.SliceLayout(0, SCORES))
+    start = (step * WORD + n % WORD) * p.BK
+    high = gl.convert_layout(high, gl.SliceLayout(1, SCORES), assert_trivial=True)
+    return gl.where(gl.expand_dims(start, 0) < gl.expand_dims(high, 1), raw, float("-inf"))
+
+
+@gluon.jit
 def in_thread_best(raw):
     """The largest of the scores that a thread holds of each row, [64, 4]."""
     best = gl.max(raw.reshape([ROWS, SUBS * WORD // 8, 8]), 1)
@@ -287,12 +296,10 @@ def measure_step(best, total, peak, q, high, step, p, s, MASK: gl.constexpr):
     raw = warpgroup_mma_wait(0, deps=(raw,))
     leave(step, p, s)
     if MASK:
-        raw = filled_only(raw, step, p)
+        raw = seen_only(filled_only(raw, step, p), high, step, p)
     best, total, peak = follow_both(best, total, peak, in_thread_best(raw) * p.scale)
     shift = gl.convert_layout(gl.max(best, 1), ROW, assert_trivial=True)
     weight = weights(raw, shift, step, p, MASK)
-    if MASK:
-        weight = gl.where(sees(high, step, p), weight, 0.0)
     return best, total + in_thread(weight, False), gl.maximum(peak, in_thread(weight, True))
 
 

@@ -28,7 +28,7 @@ STEP_CYCLES = {4: 1445, 2: 867, 1: 678}  # measured in full int8 attention, 128 
 # With two warps that prepare values: what a thread of another warpgroup has, one of theirs, and at launch.
 REGISTERS_BESIDE = {4: (96, 96, 96), 2: (200, 104, 168), 1: (168, 104, 168)}
 V_STAGES = 4  # of 64 values
-SCRATCH_BYTES = 1 << 28  # of logarithms of weights; beyond 128K tokens fewer programs share it
+SCRATCH_BYTES = 1 << 28  # of logarithms of weights; from about 128K tokens on fewer programs share it
 AHEAD = {4: False, 2: True, 1: True}  # whether registers hold the scores of two steps
 
 

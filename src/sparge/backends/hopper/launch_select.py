@@ -22,6 +22,7 @@ RULES = ("threshold", "gap", "probe")  # that need no search
 SUBS = (4, 4)
 QUERY_BLOCKS = 16  # of one warpgroup
 STAGES = 4  # of the sub-means of 32 key blocks
+MOST_BLOCKS = 1 << 30  # of one head: places in its shares are numbers of 32 bits
 STEP_CYCLES = {4: 7400, 2: 4800, 1: 3300}  # of both walks together, measured in full attention, 128 channels
 
 
@@ -44,7 +45,7 @@ def select(
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def takes(problem: Signature, config: SparseConfig) -> bool:
-    dim = problem.q_shape[3]
+    dim, (rows, keys) = problem.q_shape[3], config.block
     return (
         set(config.rule) <= set(RULES)
         and config.subblocks == SUBS
@@ -53,6 +54,7 @@ def takes(problem: Signature, config: SparseConfig) -> bool:
         and 32 < dim <= 128
         and dim % 8 == 0  # rows that TMA can read
         and min(problem.q_len, problem.k_len) > 0
+        and (problem.q_len // rows) * (problem.k_len // keys) < MOST_BLOCKS
         and problem.packing is None
         and not problem.has_valid
         and problem.left >= problem.k_len
