@@ -25,11 +25,13 @@ from sparge.backends.triton.dispatch import Launch
 from sparge.backends.triton.launch import TritonBackend, capability, on_device, summarize_by_kinds
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
+    LISTS,
     LOG2_E,
     REMEMBERED,
     MaskBits,
     cuts_anywhere,
     list_rows,
+    list_scratch,
     reach,
     rows_listed_at_once,
 )
@@ -50,7 +52,6 @@ NARROW = 128  # value channels whose float32 sums fit shared memory, and registe
 # Keys from which on wide steps pay, without and with an LSE: in shorter lists the tail is a large part. With an LSE
 # every probability takes an exponential, and they lose at 4,096 and gain at 8,192.
 WIDE_FROM = {False: 4096, True: 6144}
-LISTS = ("counts", "cuts", "lists")  # int32 scratch
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -180,8 +181,7 @@ def _plan(
         expand = list_rows(problem, size, block, bits, first, here, second)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
     scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
-    lists = ScratchLayout(dict(zip(LISTS, (heads * step + 1, heads * step, heads * step * size.k_blocks), strict=True)))
-    return Plan(size, lists, scratch, tuple(parts))
+    return Plan(size, list_scratch(heads * step, size), scratch, tuple(parts))
 
 
 def _units(problem: Signature, size: Sizes, warpgroups: int, second: bool) -> int:

@@ -39,12 +39,6 @@ def either(x: Tensor | None, unused: Tensor) -> Tensor:
     return unused if x is None else x
 
 
-def pieces(like: Tensor, dtype: torch.dtype, *lengths: int) -> Sequence[Tensor]:
-    """Uninitialised scratch in one allocation; each piece begins aligned."""
-    rounded = [-(-n // 64) * 64 for n in lengths]
-    return torch.split_with_sizes(like.new_empty(sum(rounded), dtype=dtype), rounded)
-
-
 class ScratchLayout:
     """Where each of several pieces of 32-bit numbers begins; worked out once for a problem."""
 

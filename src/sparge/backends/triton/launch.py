@@ -19,13 +19,13 @@ from sparge.backends.triton.arguments import (
     Scratch,
     either,
     no_skips,
-    pieces,
     sequence_ends,
     setting,
 )
 from sparge.backends.triton.dispatch import addresses_of
 from sparge.backends.triton.launch_select import select_by_parts
 from sparge.backends.triton.plans import (
+    LISTS,
     MaskBits,
     PreparePlan,
     Strides,
@@ -302,7 +302,8 @@ def attend_by_parts(
     wanted = q
     if redo is not None:
         lse, wanted = redo.output.lse, redo.heads.view(torch.int8)
-    lists, counts, cuts = pieces(q, torch.int32, plan.list_entries, plan.list_rows + 1, plan.list_rows)
+    scratch = Scratch(q, plan.lists)
+    counts, cuts, lists = (scratch.piece(name).view(torch.int32) for name in LISTS)
     skipped = no_skips(q.device, size.batch, size.heads)
     before = either(inputs.visibility.valid_before, q)
     listing = (either(bits, q), *sequence_ends(inputs), before, wanted, counts, cuts, lists)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparge.backends.triton.arguments import either, pieces, sequence_ends, setting
+from sparge.backends.triton.arguments import Scratch, either, sequence_ends, setting
 from sparge.backends.triton.dispatch import addresses_of
 from sparge.backends.triton.plans import SelectedHeads, SelectPlan, select_plan
 from sparge.block_mask import BlockMask
@@ -51,7 +51,10 @@ def _select(
     """By the portable kernel."""
     inputs, sight, q = blocks.inputs, blocks.inputs.visibility, blocks.inputs.query
     filled = q
-    scratch = pieces(q, torch.float32, plan.weights, plan.shifts) if plan.weights else (q, q)
+    stored = (q, q)
+    if plan.stored is not None:
+        scratch = Scratch(q, plan.stored)
+        stored = (scratch.piece("weights"), scratch.piece("shifts"))
     if sight.key_valid is not None:
         filled = blocks.k_filled.contiguous().view(torch.int8)
     tensors = (
@@ -60,7 +63,7 @@ def _select(
         either(blocks.q_similarity, q), either(blocks.k_similarity, q),
         *(_protected(config, sight.q_len, sight.k_len, q.device) if config.protected else (q, q)),
         *(setting(config, name, inputs, name in config.rule) for name in RULES),
-        setting(config, "similarity", inputs, config.similarity is not None), *scratch, shares, bits,
+        setting(config, "similarity", inputs, config.similarity is not None), *stored, shares, bits,
     )  # fmt: skip
     part.select(tensors, addresses_of(tensors))
 

@@ -33,6 +33,7 @@ FORMATS = {"none": 0, "int8": 1, "int8-fp8": 2}
 KINDS = ("SAMPLE", "QUERIES", "KEYS", "VALUES", "REPAIR")  # of preparation work, a launch each, as kernels number them
 WEIGHT_BYTES = 1 << 27  # of predicted weights kept for a search's walks; longer problems compute them again
 SHARE_BYTES = 1 << 28  # of shares that the probe leaves at once; longer problems take several launches
+LISTS = ("counts", "cuts", "lists")  # int32 scratch
 LIST_BYTES = 1 << 28  # kept-block lists held at once; longer problems take several launches
 REMEMBERED = 512  # problems
 
@@ -59,8 +60,7 @@ class SelectedHeads:
 class SelectPlan:
     sizes: Sizes
     words: int
-    weights: int  # kept between walks; 0: they are computed again
-    shifts: int
+    stored: ScratchLayout | None  # weights kept between walks, and shifts; None: they are computed again
     logs: int  # kept by the probe
     share_rows: int  # of each head that the probe leaves
     parts: tuple[SelectedHeads, ...]
@@ -80,8 +80,7 @@ class ListedRows:
 @dataclass(frozen=True)
 class AttendPlan:
     sizes: Sizes
-    list_entries: int
-    list_rows: int
+    lists: ScratchLayout
     parts: tuple[ListedRows, ...]
 
 
@@ -193,8 +192,8 @@ def select_plan(problem: Signature, config: SparseConfig, chip: int) -> SelectPl
             count, probe = _probe(problem, config, size, words, part, here * together, chip)
             logs = max(logs, count)
         parts.append(SelectedHeads(first, first + here, probe, select))
-    scratch = (stored * shifts * tuning["CHUNK"], stored * shifts, logs)
-    return SelectPlan(size, words, *scratch, share_rows, tuple(parts))
+    kept = ScratchLayout({"weights": shifts * tuning["CHUNK"], "shifts": shifts}) if stored else None
+    return SelectPlan(size, words, kept, logs, share_rows, tuple(parts))
 
 
 def _probe(
@@ -254,6 +253,11 @@ class Strides(NamedTuple):
 def rows_listed_at_once(size: Sizes) -> int:
     """Query blocks whose lists fit the scratch together."""
     return min(size.q_blocks, max(1, LIST_BYTES // (4 * size.batch * size.heads * size.k_blocks)))
+
+
+def list_scratch(rows: int, size: Sizes) -> ScratchLayout:
+    """Of so many lists; behind their counts stands what programs draw first."""
+    return ScratchLayout(dict(zip(LISTS, (rows + 1, rows, rows * size.k_blocks), strict=True)))
 
 
 def cuts_anywhere(problem: Signature) -> bool:
@@ -326,4 +330,4 @@ def attend_plan(
         attend = Launch(kernels.attend, programs, numbers, constants)
         careful = Launch(kernels.attend, programs, numbers, constants | {"CAREFUL": True})
         parts.append(ListedRows(here, per_block, expand, attend, careful if number_format < 2 else None))
-    return AttendPlan(size, heads * step * size.k_blocks, heads * step, tuple(parts))
+    return AttendPlan(size, list_scratch(heads * step, size), tuple(parts))
