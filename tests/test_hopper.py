@@ -43,11 +43,13 @@ def watchdog():
 
 @pytest.fixture
 def any_step(monkeypatch):
-    """Makes whole steps wide where lists are too short for that to pay, or leaves them as they are."""
-    short = launch.WIDE_FROM
+    """Makes whole steps wide, and divides the last tiles, where lists are too short for that to pay, or does not."""
+    short, costs = launch.WIDE_FROM, (launch.PIECE_KEYS, launch.JOIN_KEYS)
 
     def choose(rng: random.Random) -> None:
         monkeypatch.setattr(launch, "WIDE_FROM", rng.choice(({False: 0, True: 0}, short)))
+        for name, cost in zip(("PIECE_KEYS", "JOIN_KEYS"), rng.choice(((0, 0), costs)), strict=True):
+            monkeypatch.setattr(launch, name, cost)
         launch._plan.cache_clear()
 
     yield choose
@@ -248,6 +250,29 @@ def test_repeated_runs_are_bit_identical(quantization, watchdog):
         again = HOPPER.attend(blocks, mask, config)
         assert torch.equal(first.values, again.values)
         assert torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize(("dim", "needs_lse"), [(128, False), (64, True)])
+def test_divided_tiles_give_what_whole_ones_give_every_time(dim, needs_lse, watchdog, monkeypatch):
+    """Whoever ends last adds up what the others left, in the order of the list; 512 queries are too few for all."""
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="int8-fp8", rule="topk", topk=0.4)
+    q, k, v = (torch.randn(1, 8, n, dim, device="cuda", dtype=torch.bfloat16) for n in (512, 32_768, 32_768))
+    blocks = HOPPER.summarize(replace(problem(q, k, v), needs_lse=needs_lse), config)
+    mask = HOPPER.select(blocks, config)
+    assert launch._pieces(4 * 8, PROCESSORS[0], 32_768).count > 1
+    first = HOPPER.attend(blocks, mask, config)
+    for _ in range(50):
+        again = HOPPER.attend(blocks, mask, config)
+        assert torch.equal(first.values, again.values)
+        assert not needs_lse or torch.equal(first.lse, again.lse)
+    monkeypatch.setattr(launch, "MOST_PIECES", 1)
+    launch._plan.cache_clear()
+    whole = HOPPER.attend(blocks, mask, config)
+    launch._plan.cache_clear()
+    assert_same_rows(first.values.float(), whole.values.float())
+    if needs_lse:
+        torch.testing.assert_close(first.lse, whole.lse, atol=1e-4, rtol=1e-5)
 
 
 def test_what_the_kernel_does_not_take_is_said():

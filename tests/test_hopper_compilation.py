@@ -13,10 +13,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
 import aot
+import triton
 from problems import EXACT
 
 from sparge import BlockMask, SparseConfig
 from sparge.backends.hopper import launch, launch_prepare, launch_probe, launch_select
+from sparge.backends.hopper.boxes import descriptor
 from sparge.backends.triton import dispatch, plans
 from sparge.backends.triton.launch import TritonBackend
 from sparge.inputs import Inputs, pack_inputs, prepare_inputs
@@ -104,6 +106,60 @@ def test_steps_are_wide_where_lists_are_long_and_registers_suffice(
 ):
     call = call_of(block, dim, False, needs_lse, tokens=tokens, pv_threshold=pv_threshold)
     assert attend_launch(monkeypatch, *call)[2]["UNITS"] == units
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "pieces"),
+    [(32768, 32768, 32, 10), (512, 32768, 8, 4), (128, 131072, 1, 16), (8192, 8192, 32, 1), (4096, 4096, 32, 1),
+     (33 * 128, 32768, 4, 1), (300, 300, 2, 1)],
+    ids=str,
+)  # fmt: skip
+def test_the_last_tiles_are_divided_where_that_ends_sooner(queries, keys, heads, pieces):
+    tiles = -(-queries // 128) * heads
+    found = launch._pieces(tiles, 132, keys)
+    assert found.count == pieces
+    assert found.divided == (tiles % 132 if pieces > 1 else 0)
+    assert found.tickets == tiles + found.divided * (pieces - 1)
+
+
+UNDIVIDED = {
+    "causal": ({"is_causal": True}, {}),
+    "window": ({"window": (100, 100)}, {}),
+    "second stage": ({}, {"pv_threshold": -4.0}),
+    "160 channels": ({}, {}),
+}
+
+
+def long_call(queries: int, dim: int = 128, settings: dict | None = None, **config) -> tuple[Inputs, SparseConfig]:
+    """So many queries of 65,536 keys."""
+    query, key = (torch.empty(1, 1, n, dim, dtype=torch.bfloat16) for n in (queries, 65536))
+    inputs = prepare_inputs(query, key, key, **{"needs_lse": False, **(settings or {})})
+    return inputs, SparseConfig(quantization="int8-fp8", **config)
+
+
+@pytest.mark.parametrize("case", UNDIVIDED)
+def test_what_is_never_divided(monkeypatch, case):
+    settings, config = UNDIVIDED[case]
+    call = long_call(65536, 160 if "160" in case else 128, settings, **config)
+    assert launch._pieces(512, 132, 65536).count > 1
+    assert not attend_launch(monkeypatch, *call)[2]["DIVIDED"]
+
+
+@pytest.mark.parametrize(
+    ("block", "dim", "is_causal", "needs_lse"),
+    [((128, 64), 128, False, False), ((128, 64), 64, False, True), ((192, 64), 128, True, False),
+     ((256, 128), 96, True, False)],
+    ids=str,
+)  # fmt: skip
+def test_the_kernel_that_divides_tiles_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_lse):
+    settings = {"is_causal": is_causal, "needs_lse": needs_lse}
+    kernel, args, kwargs = attend_launch(monkeypatch, *long_call(512, dim, settings, block=block))
+    assert kwargs["DIVIDED"]
+    resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    consumers = 3 if block[0] == 192 else 2
+    assert resources.spills_in_loops("IGMMA", "QGMMA")[: 2 * consumers] == [0] * (2 * consumers)
+    assert not resources.serialized
 
 
 def test_the_kernel_compiles_for_packed_sequences(monkeypatch):
@@ -344,6 +400,42 @@ def test_kernels_start_at_the_addresses_of_their_tensors(monkeypatch, backend, c
     blocks = backend.summarize(inputs, config)
     backend.attend(blocks, backend.select(blocks, config), config)
     assert len(launches) >= 6
+
+
+def test_descriptors_are_passed_as_triton_passes_them_and_made_once(monkeypatch):
+    """Triton 3.6 makes one anew for each launch; later releases are left alone."""
+    driver, launched, made = pytest.importorskip("triton.backends.nvidia.driver"), [], []
+
+    def make(given, kind):
+        made.append(given)
+        return [("made", kind, given.base.data_ptr()), *given.shape]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    run = object.__new__(driver.CudaLauncher)
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
+    run.global_scratch_size = run.profile_scratch_size = 0
+    run.global_scratch_align = run.profile_scratch_align = 1
+    signature = {0: "*fp32", 1: "tensordesc<int8[64, 128]>", 2: "i32", 3: "tensordesc<int8[128, 64]>", 4: "i32"}
+    kinds = [{"swizzle": 3}, {"swizzle": 2}]
+    run.launch = driver.wrap_handle_tensordesc(lambda *args: launched.append(args), signature, kinds)
+    expanding = dispatch._Expanding.of(run)
+    if not triton.__version__.startswith("3.6."):
+        assert expanding is None
+        return
+    copies = [torch.empty(2, 64, dtype=torch.int8) for _ in range(3)]
+    for a, b in ((0, 1), (1, 0), (0, 1), (2, 2)):
+        boxes = [descriptor(copies[n], (2, 64), (64, 1), (1, 64)) for n in (a, b)]
+        args = (5, boxes[0], 7, boxes[1], 8)
+        run(3, 1, 1, 99, 1234, "metadata", None, None, None, *args)
+        made.clear()
+        expanding(3, 99, 1234, "metadata", args)
+        assert launched[-1] == launched[-2]
+    assert [x.base is copies[2] for x in made] == [True, True]
+    assert len(expanding.known) == 6
+    for copy in [torch.empty(2, 64, dtype=torch.int8) for _ in range(dispatch.MOST_KNOWN)]:
+        box = descriptor(copy, (2, 64), (64, 1), (1, 64))
+        expanding(3, 99, 1234, "metadata", (5, box, 7, box, 8))
+    assert len(expanding.known) <= dispatch.MOST_KNOWN
 
 
 PROBE = SparseConfig(quantization="none", rule="probe")

@@ -66,13 +66,15 @@ class Problem:
     k_slots: gl.tensor  # key blocks between one head and the next
     padded: gl.tensor
     tiles: gl.tensor
+    whole: gl.tensor  # tiles that one program takes each; those after them are divided, with DIVIDED
+    pieces: gl.tensor  # of each of those
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
     COUNTS: gl.tensor
     CUTS: gl.tensor  # entries of each list that hold hidden keys; read if these come first
     LISTS: gl.tensor
-    TICKETS: gl.tensor
+    TICKETS: gl.tensor  # with DIVIDED, behind it, how many pieces of a warpgroup's rows are through
     Q_SCALE: gl.tensor
     K_SCALE: gl.tensor
     VALID: gl.tensor
@@ -81,7 +83,7 @@ class Problem:
     V_FINITE: gl.tensor
     LAMBDA: gl.tensor
     SKIPPED: gl.tensor
-    EXACT: gl.tensor
+    EXACT: gl.tensor  # sums that do not fit shared memory; with DIVIDED, what pieces came to
     D: gl.constexpr
     DVP: gl.constexpr
     WGS: gl.constexpr
@@ -97,18 +99,20 @@ class Problem:
     SLACK: gl.constexpr  # how far a score may exceed the row's best, in bits, before that follows; below log2(448) - 8
     UNITS: gl.constexpr  # of 64 keys in a whole step, 2 or 4; steps that mask, and those of the tail, have 2
     TAIL: gl.constexpr  # entries that fill no whole step have steps of their own, else they are masked
+    DIVIDED: gl.constexpr  # the last tiles, which would leave most programs idle
 
     @gluon.constexpr_function
     def __init__(
         self, heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-        left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
-        SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, SKIP_ROWS, SLACK,
-        UNITS, TAIL,
+        whole, pieces, left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS,
+        V_FINITE, LAMBDA, SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND,
+        SKIP_ROWS, SLACK, UNITS, TAIL, DIVIDED,
     ):  # fmt: skip
         self.heads, self.group, self.q_len, self.k_len = heads, group, q_len, k_len
         self.q_tokens, self.k_tokens, self.Q_ENDS, self.K_ENDS = q_tokens, k_tokens, Q_ENDS, K_ENDS
         self.q_blocks, self.first_block, self.k_blocks, self.padded = q_blocks, first_block, k_blocks, padded
         self.tiles, self.left, self.right, self.scale = tiles, left, right, scale
+        self.whole, self.pieces, self.DIVIDED = whole, pieces, gl.constexpr(DIVIDED)
         self.COUNTS, self.CUTS, self.LISTS, self.TICKETS = COUNTS, CUTS, LISTS, TICKETS
         self.Q_SCALE, self.K_SCALE, self.VALID = Q_SCALE, K_SCALE, VALID
         self.k_slots, self.V_FINITE, self.LAMBDA = k_slots, V_FINITE, LAMBDA
@@ -129,7 +133,7 @@ class Shared:
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
     votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
-    ticket: gl.shared_memory_descriptor  # [6, 1]: two tiles, how long their lists are, how many entries are masked
+    ticket: gl.shared_memory_descriptor  # [8, 1]: two tiles, lengths of lists, how many entries are masked, pieces
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     scales: gl.shared_memory_descriptor  # [UNITS STAGES, 1]: of the keys of a stage
     keys: gl.shared_memory_descriptor  # [2 STAGES, 1]: where the two units of a step that masks begin
@@ -275,7 +279,8 @@ def look_up(ticket, p):
 
 
 @gluon.jit
-def tile_of(ticket, count, masked, p):
+def tile_of(ticket, begin, count, masked, p):
+    """A tile whose list begins at an entry, has so many, and hidden keys in as many of them."""
     PER_STEP: gl.constexpr = p.UNITS * UNIT // p.BK
     PER_NARROW: gl.constexpr = 2 * UNIT // p.BK
     at, slot, first_row = place_of_tile(ticket, p)
@@ -287,8 +292,41 @@ def tile_of(ticket, count, masked, p):
         tail = count * 0
     masked_steps = (masked + PER_NARROW - 1) // PER_NARROW
     narrow_steps = masked_steps + (tail + PER_NARROW - 1) // PER_NARROW
-    lists = p.LISTS + slot * p.k_blocks
+    lists = p.LISTS + slot * p.k_blocks + begin
     return Tile(at, slot, first_row, lists, masked, masked_steps, tail, narrow_steps, narrow_steps + whole)
+
+
+@gluon.jit
+def piece_of(ticket, p):
+    """A ticket's tile and piece; -1: the whole tile. Whole tiles come first, then pieces of the others."""
+    piece = ticket * 0 - 1
+    if p.DIVIDED:
+        if ticket >= p.whole:
+            piece = (ticket - p.whole) % p.pieces
+            ticket = p.whole + (ticket - p.whole) // p.pieces
+    return ticket, piece
+
+
+@gluon.jit
+def part_of_list(piece, count, masked, p):
+    """Where a piece's list begins, how long it is, and how many entries are masked.
+
+    Whole steps are shared out equally; the first piece has what is masked and the tail besides.
+    """
+    begin = count * 0
+    if p.DIVIDED:
+        if piece >= 0:
+            PER_STEP: gl.constexpr = p.UNITS * UNIT // p.BK
+            whole = (count - masked) // PER_STEP
+            others = count - whole * PER_STEP
+            begin, count = whole * piece // p.pieces * PER_STEP, whole * (piece + 1) // p.pieces * PER_STEP
+            count -= begin
+            if piece == 0:
+                count += others
+            else:
+                begin += others
+                masked *= 0
+    return begin, count, masked
 
 
 @gluon.jit
@@ -350,12 +388,13 @@ def wide_keys(t, step, BK: gl.constexpr):
 
 
 @gluon.jit
-def hand_out(ticket, count, masked, turn, s):
+def hand_out(ticket, piece, count, masked, turn, s):
     """Tell every consumer which tile is next, and what was looked up about it."""
     mbarrier.wait(s.ticket_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     set_word(s.ticket, turn & 1, ticket, 1)
     set_word(s.ticket, 2 + (turn & 1), count, 1)
     set_word(s.ticket, 4 + (turn & 1), masked, 1)
+    set_word(s.ticket, 6 + (turn & 1), piece, 1)
     mbarrier.arrive(s.ticket_full.index(turn & 1), count=1)
 
 
@@ -400,11 +439,14 @@ def load_step(k_boxes, v_boxes, c, t, keys, p, s, MASK: gl.constexpr):
 def producer(q_boxes, k_boxes, v_boxes, p, s):
     c = 0
     turn = 0
-    tile = gl.program_id(0)
-    while tile < p.tiles:
+    ticket = gl.program_id(0)
+    tickets = p.whole + (p.tiles - p.whole) * p.pieces
+    while ticket < tickets:
+        tile, piece = piece_of(ticket, p)
         count, masked = look_up(tile, p)
-        hand_out(tile, count, masked, turn, s)
-        t = tile_of(tile, count, masked, p)
+        begin, count, masked = part_of_list(piece, count, masked, p)
+        hand_out(tile, piece, count, masked, turn, s)
+        t = tile_of(tile, begin, count, masked, p)
         full = s.q_full.index(turn & 1)
         mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
@@ -424,8 +466,8 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
                 load_step(k_boxes, v_boxes, c, t, keys_of(t, step, p.BK, False), p, s, False)
             c += 1
         turn += 1
-        tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
-    hand_out(END, 0, 0, turn, s)
+        ticket = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
+    hand_out(END, END, 0, 0, turn, s)
 
 
 # ---- the consumers
@@ -433,13 +475,14 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
 
 @gluon.jit
 def next_tile(turn, s):
-    """The next tile, how long its list is, and how many of its entries hold hidden keys."""
+    """The next tile, which piece of it, how long the list is, and how many entries hold hidden keys."""
     mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
     tile = word_of(s.ticket, turn & 1, 4)
     count = word_of(s.ticket, 2 + (turn & 1), 4)
     masked = word_of(s.ticket, 4 + (turn & 1), 4)
+    piece = word_of(s.ticket, 6 + (turn & 1), 4)
     mbarrier.arrive(s.ticket_empty.index(turn & 1), count=1)
-    return tile, count, masked
+    return tile, piece, count, masked
 
 
 @gluon.jit
@@ -811,15 +854,54 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
 
 
 @gluon.jit
-def store_rows(acc, total, best, t, wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
-               DV: gl.constexpr):  # fmt: skip
+def row_sums(total, p):
+    """The rows' totals, of what their threads have."""
+    row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
+    return gl.convert_layout(row_total, ROW, assert_trivial=True)
+
+
+@gluon.jit
+def pieces_joined(acc, row_total, best, tile, piece, wg: gl.constexpr, p):
+    """A piece's sums, left for whoever is last of its tile's; the tile's own, and 1, for that one.
+
+    In the order of the list, whoever is last: results do not depend on it.
+    """
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
+    LENGTH: gl.constexpr = ROWS * p.DVP + 2 * ROWS  # of sums, totals, bests
+    in_rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, VALUES)), 1)
+    inside = in_rows * p.DVP + gl.expand_dims(gl.arange(0, p.DVP, gl.SliceLayout(0, VALUES)), 0)
+    rows = ROWS * p.DVP + gl.arange(0, ROWS, ROW)
+    first = p.EXACT + ((tile - p.whole) * p.pieces * p.WGS + wg).to(gl.int64) * LENGTH
+    own = first + piece * (p.WGS * LENGTH)
+    gl.store(own + inside, acc)
+    gl.store(own + rows, row_total)
+    gl.store(own + rows + ROWS, best)
+    wait_for_all()  # all of the warpgroup's are written before it is counted
+    before = gl.atomic_add(p.TICKETS + 1 + (tile - p.whole) * p.WGS + wg, 1)
+    last = (before == p.pieces - 1).to(gl.int32)
+    if last != 0:
+        acc, row_total, best = gl.load(first + inside), gl.load(first + rows), gl.load(first + rows + ROWS)
+        for _ in range(1, p.pieces):
+            first += p.WGS * LENGTH
+            top = gl.load(first + rows + ROWS)
+            best_now = gl.maximum(best, top)
+            alpha, beta = gl.exp2(best - best_now), gl.exp2(top - best_now)
+            row_total = row_total * alpha + gl.load(first + rows) * beta
+            alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+            beta = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
+            acc = acc * alpha + gl.load(first + inside) * beta
+            best = best_now
+    return acc, row_total, best, last
+
+
+@gluon.jit
+def store_rows(acc, row_total, best, t, wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head,
+               o_row, DV: gl.constexpr):  # fmt: skip
     """Divide, and write: through shared memory, so that a row's channels leave sixteen bytes at a time."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     STAGED: gl.constexpr = p.DVP <= 128  # else there is no room
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // p.DVP, p.DVP // 8], [4, 1], [1, 0]) if STAGED else VALUES
     ALIGNED: gl.constexpr = 8 if DV % 8 == 0 else 1  # channels that every stride is a multiple of
-    row_total = gl.sum(total, 1) if p.WRITE_LSE else gl.max(total, 1)
-    row_total = gl.convert_layout(row_total, ROW, assert_trivial=True)
     dv = gl.arange(0, p.DVP, gl.SliceLayout(0, FLAT))
     v_scale = gl.load(V_SCALE + t.at.kv * DV + dv, mask=dv < DV, other=0.0)
     # A row that saw nothing is marked by a number no mean of e4m3 values is; NaN stays NaN. Flags of their own would go
@@ -871,9 +953,9 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     c = 0
     turn = 0
-    tile, count, masked = next_tile(turn, s)
+    tile, piece, count, masked = next_tile(turn, s)
     while tile >= 0:
-        t = tile_of(tile, count, masked, p)
+        t = tile_of(tile, 0, count, masked, p)  # lists are the producer's
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=rows < t.at.q_len, other=0.0) * p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
@@ -907,9 +989,17 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
             note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, t, wg, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV)
+        row_total = row_sums(total, p)
+        last = tile * 0 + 1
+        if p.DIVIDED:
+            if piece >= 0:
+                acc, row_total, best, last = pieces_joined(acc, row_total, best, tile, piece, wg, p)
+        if last != 0:
+            store_rows(
+                acc, row_total, best, t, wg, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV
+            )
         turn += 1
-        tile, count, masked = next_tile(turn, s)
+        tile, piece, count, masked = next_tile(turn, s)
 
 
 @gluon.jit
@@ -928,7 +1018,7 @@ def third_consumer(p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o
 
 
 LENGTHS = ["heads", "group", "q_len", "k_len", "q_tokens", "k_tokens", "q_blocks", "first_block", "k_blocks", "k_slots",
-           "padded", "tiles", "left", "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
+           "padded", "tiles", "whole", "pieces", "left", "right", "scale", "o_batch", "o_head", "o_row"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -937,16 +1027,17 @@ def attend(
     COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA, V_SCALE, V_MEAN, LSE_TERM,
     SKIPPED, EXACT, OUT, LSE,  # SKIPPED and TICKETS hold zeros
     heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-    left, right, scale, o_batch, o_head, o_row,
+    whole, pieces, left, right, scale, o_batch, o_head, o_row,
     D: gl.constexpr, DVP: gl.constexpr, DV: gl.constexpr, WGS: gl.constexpr, BQ: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, CUTS_FIRST: gl.constexpr, HAS_VALID: gl.constexpr, WRITE_LSE: gl.constexpr,
-    PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, UNITS: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, SECOND: gl.constexpr, SLACK: gl.constexpr, UNITS: gl.constexpr, DIVIDED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     p = Problem(
         heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-        left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS, V_FINITE, LAMBDA,
-        SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND, 64 * WGS, SLACK,
-        UNITS, not SECOND and UNITS * UNIT > BK,
+        whole, pieces, left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS,
+        V_FINITE, LAMBDA, SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND,
+        64 * WGS, SLACK, UNITS, not SECOND and UNITS * UNIT > BK, DIVIDED,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -963,7 +1054,7 @@ def attend(
         gl.allocate_shared_memory(gl.int8, [STAGES, UNITS * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [UNITS * STAGES, DVP, UNIT], v_boxes.layout),
         ones, exact, gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [6, 1], WORDS), slots,
+        gl.allocate_shared_memory(gl.int32, [8, 1], WORDS), slots,
         gl.allocate_shared_memory(gl.float32, [UNITS * STAGES, 1], WORDS),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], WORDS),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),

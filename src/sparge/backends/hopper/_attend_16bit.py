@@ -63,7 +63,7 @@ class Shared:
     v: gl.shared_memory_descriptor  # [2 STAGES, 1, 1, 64, DVP]
     rows: gl.shared_memory_descriptor  # [WGS, 64, DVP]: on their way out
     votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
-    ticket: gl.shared_memory_descriptor  # [6, 1]
+    ticket: gl.shared_memory_descriptor  # [8, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -143,8 +143,8 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
         if SOME_HEADS:
             wanted = count >= 0  # else the head stays as it is
         if wanted:
-            hand_out(tile, count, masked, turn, s)
-            t = tile_of(tile, count, masked, p)
+            hand_out(tile, END, count, masked, turn, s)
+            t = tile_of(tile, 0, count, masked, p)
             batch = t.at.bh // p.heads
             head = t.at.bh % p.heads
             full = s.q_full.index(turn & 1)
@@ -163,7 +163,7 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
                 c += 1
             turn += 1
         tile = gl.atomic_add(p.TICKETS, 1) + gl.num_programs(0)
-    hand_out(END, 0, 0, turn, s)
+    hand_out(END, END, 0, 0, turn, s)
 
 
 # ---- the consumers
@@ -324,9 +324,9 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 16])
     c = 0
     turn = 0
-    tile, count, masked = next_tile(turn, s)
+    tile, _, count, masked = next_tile(turn, s)
     while tile >= 0:
-        t = tile_of(tile, count, masked, p)
+        t = tile_of(tile, 0, count, masked, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
         if INT8:
@@ -354,7 +354,7 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         store_rows(acc, total, best, t, wg, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)
         turn += 1
-        tile, count, masked = next_tile(turn, s)
+        tile, _, count, masked = next_tile(turn, s)
 
 
 @gluon.jit
@@ -382,9 +382,9 @@ def attend(
     SCORE_BYTES: gl.constexpr = 1 if INT8 else 2
     p = Problem(
         heads, group, q_len, k_len, q_len, k_len, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
-        left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE, LAMBDA,
-        SKIPPED, VALID, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS, SLACK,
-        2, False,
+        tiles, tiles, left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, VALID, VALID, V_FINITE,
+        LAMBDA, SKIPPED, VALID, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, False, SECOND, SKIP_ROWS,
+        SLACK, 2, False, False,
     )  # fmt: skip
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(2):
@@ -395,7 +395,7 @@ def attend(
         gl.allocate_shared_memory(v_boxes.dtype, [2 * STAGES, 1, 1, UNIT, DVP], v_boxes.layout),
         gl.allocate_shared_memory(OUT.dtype.element_ty, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
         gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
+        gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
     )  # fmt: skip
     fence_async_shared()

@@ -35,7 +35,7 @@ from sparge.backends.triton.plans import (
     reach,
     rows_listed_at_once,
 )
-from sparge.backends.triton.sizes import Sizes
+from sparge.backends.triton.sizes import Sizes, power_of_two
 from sparge.block_mask import BlockMask
 from sparge.config import SparseConfig
 from sparge.inputs import Inputs, Signature
@@ -52,6 +52,11 @@ NARROW = 128  # value channels whose float32 sums fit shared memory, and registe
 # Keys from which on wide steps pay, without and with an LSE: in shorter lists the tail is a large part. With an LSE
 # every probability takes an exponential, and they lose at 4,096 and gain at 8,192.
 WIDE_FROM = {False: 4096, True: 6144}
+# The last tiles are divided where they would leave most processors idle: what dividing costs, as if the keys were more,
+# for each piece, and for the one that adds up the others.
+PIECE_KEYS, JOIN_KEYS = 2000, 300
+MOST_PIECES = 16
+EVEN = 4  # times as many keys as queries: causal rows then see much the same
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
 
@@ -133,6 +138,23 @@ def _warpgroups(rows: int) -> int | None:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """How a launch's tiles are dealt out: those from the first `whole` on in `count` pieces each."""
+
+    tiles: int
+    whole: int
+    count: int
+
+    @property
+    def divided(self) -> int:
+        return self.tiles - self.whole
+
+    @property
+    def tickets(self) -> int:
+        return self.whole + self.divided * self.count
+
+
+@dataclass(frozen=True)
 class ListedRows:
     """Some query blocks whose lists fit the scratch: make the lists, then attend over them."""
 
@@ -146,7 +168,7 @@ class ListedRows:
 class Plan:
     sizes: Sizes
     lists: ScratchLayout
-    scratch: int  # float32 sums that do not fit shared memory
+    scratch: int  # float32 sums that do not fit shared memory, or of pieces
     parts: tuple[ListedRows, ...]
 
 
@@ -161,27 +183,52 @@ def _plan(
     heads, per_block = size.batch * size.heads, block[0] // (ROWS * warpgroups)
     step = rows_listed_at_once(size)
     registers, at_launch = REGISTERS[warpgroups]
+    divisible = _divisible(problem, size, second)
+    counters = power_of_two(1 + processors * warpgroups) if divisible else 1
     units = _units(problem, size, warpgroups, second)
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
         "UNITS": units, "STAGES": _stages(size, warpgroups, units), "CUTS_FIRST": cuts_anywhere(problem),
         "HAS_VALID": problem.has_valid, "WRITE_LSE": problem.needs_lse, "PACKED": problem.packing is not None,
-        "SECOND": second, "SLACK": SLACK, "REGISTERS": registers,
+        "SECOND": second, "SLACK": SLACK, "DIVIDED": False, "REGISTERS": registers,
         "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
-    parts = []
+    parts, scratch = [], processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
     for first in range(0, size.q_blocks, step):
         here = min(step, size.q_blocks - first)
         tiles = here * heads * per_block
+        pieces = _pieces(tiles, processors, size.k_len) if divisible else Pieces(tiles, tiles, 1)
+        scratch = max(scratch, pieces.divided * pieces.count * warpgroups * ROWS * (size.dvp + 2))
         numbers = (
             size.heads, size.heads // size.kv_heads, size.q_len, size.k_len, size.q_tokens, size.k_tokens, here, first,
-            size.k_blocks, size.k_slots, size.padded, tiles, *reach(problem), problem.scale * LOG2_E, *output,
+            size.k_blocks, size.k_slots, size.padded, tiles, pieces.whole, pieces.count, *reach(problem),
+            problem.scale * LOG2_E, *output,
         )  # fmt: skip
-        attend = Launch(kernels.attend, min(tiles, processors), numbers, constants)
-        expand = list_rows(problem, size, block, bits, first, here, second)
+        constants = constants | {"DIVIDED": pieces.divided > 0}
+        attend = Launch(kernels.attend, min(pieces.tickets, processors), numbers, constants)
+        expand = list_rows(problem, size, block, bits, first, here, second, counters)
         parts.append(ListedRows(here * heads, here * per_block, expand, attend))
-    scratch = processors * warpgroups * ROWS * size.dvp if size.dvp > NARROW else 0
-    return Plan(size, list_scratch(heads * step, size), scratch, tuple(parts))
+    return Plan(size, list_scratch(heads * step, size, counters), scratch, tuple(parts))
+
+
+def _divisible(problem: Signature, size: Sizes, second: bool) -> bool:
+    """Whether tiles may be divided: what the second stage skips depends on all keys before, and where tiles differ much
+    in length, the last ones even out by themselves."""
+    even = reach(problem)[1] >= size.k_len or size.k_len >= EVEN * size.q_len
+    return even and not second and problem.packing is None and size.dvp <= NARROW
+
+
+def _pieces(tiles: int, processors: int, k_len: int) -> Pieces:
+    """The last round of tiles in as many pieces as end soonest."""
+    rest = tiles % processors
+
+    def time(count: int) -> float:
+        """Of that round, in whole tiles."""
+        cost = (PIECE_KEYS + JOIN_KEYS * count) / k_len if count > 1 else 0
+        return -(-rest * count // processors) / count + cost
+
+    count = min(range(1, MOST_PIECES + 1), key=time)
+    return Pieces(tiles, tiles - rest if count > 1 else tiles, count)
 
 
 def _units(problem: Signature, size: Sizes, warpgroups: int, second: bool) -> int:

@@ -523,10 +523,10 @@ def drawn_if_any(WANTED, heads):
 @triton.jit(do_not_specialize=LENGTHS)
 def expand(
     BITS, Q_ENDS, K_ENDS, BEFORE, WANTED,  # inputs: int32 [BH, query blocks, words]; as for select; int8 [BH]
-    COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and what programs draw first; [BH, rows]; [BH, rows, key blocks]
+    COUNTS, CUTS, LISTS,  # outputs: [BH, rows] and counters behind; [BH, rows]; [BH, rows, key blocks]
     heads, q_len, k_len, q_tokens, k_tokens, k_blocks, words, first_row, rows, bits_batch, bits_head, left, right,
     BQ: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, CUTS_FIRST: tl.constexpr,
-    IN_ORDER: tl.constexpr, HAS_VALID: tl.constexpr, SOME_HEADS: tl.constexpr,
+    IN_ORDER: tl.constexpr, HAS_VALID: tl.constexpr, SOME_HEADS: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """The kept key blocks of one query block, last first. BITS may be shared by batch entries or heads (stride 0).
 
@@ -534,6 +534,7 @@ def expand(
     IN_ORDER: nothing changes places, as the second stage asks; CUTS then counts all up to the last of those blocks.
     SOME_HEADS: instead of BITS every block that holds a visible pair, for heads that are WANTED; a count of -1 says
     that the rows of others stay as they are.
+    COUNTERS: the first is what programs draw first, others are 0.
     """
     row = tl.program_id(0) % rows
     bh = (tl.program_id(0) // rows).to(tl.int64)
@@ -541,7 +542,8 @@ def expand(
         first_draw = 0
         if SOME_HEADS:
             first_draw = drawn_if_any(WANTED, tl.num_programs(0) // rows)
-        tl.store(COUNTS + tl.num_programs(0), first_draw)
+        counter = tl.arange(0, COUNTERS)
+        tl.store(COUNTS + tl.num_programs(0) + counter, tl.where(counter == 0, first_draw, 0))
     if SOME_HEADS:
         if tl.load(WANTED + bh) == 0:
             tl.store(COUNTS + bh * rows + row, -1)

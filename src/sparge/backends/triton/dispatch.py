@@ -7,12 +7,14 @@ remembers the compiled kernel, and passes addresses and numbers straight to it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+MOST_KNOWN = 256  # descriptors of one launch
 Given = Sequence[Any] | Callable[[], Sequence[Any]]  # tensors, and descriptors of tensors
 
 
@@ -48,14 +50,64 @@ def _starter(compiled: Any, programs: int, tensors: Sequence[Any]) -> Callable[.
     if stream_of is None or device.type != "cuda" or not all(hasattr(hook, "calls") for hook in hooks):
         return announced  # type: ignore[no-any-return]
     run, function, metadata, index = compiled.run, compiled.function, compiled.packed_metadata, device.index
+    expanding = _Expanding.of(run)
 
     def start(*args: Any) -> None:
         if hooks[0].calls or hooks[1].calls:
             announced(*args)
+        elif expanding is not None:
+            expanding(programs, stream_of(index), function, metadata, args)
         else:
             run(programs, 1, 1, stream_of(index), function, metadata, None, None, None, *args)
 
     return start
+
+
+class _Expanding:
+    """Passes a kernel what Triton 3.6 makes of its TMA descriptors, which it would make anew at each launch.
+
+    That takes the host as long as the launch itself. A launch's descriptors differ in their address alone, so they are
+    remembered by it. Later releases pass arguments in other ways, and start kernels as they do themselves.
+    """
+
+    def __init__(self, launch: Callable[..., None], expand: Callable[[Any, Any], list[Any]], kinds: dict[int, Any]):
+        self.launch, self.expand, self.kinds = launch, expand, kinds
+        self.known: dict[tuple[int, int], list[Any]] = {}
+
+    @classmethod
+    def of(cls, run: Any) -> _Expanding | None:
+        """None where the kernel has no descriptors, needs scratch of Triton's, or is not launched as by Triton 3.6."""
+        wrapped = getattr(run, "launch", None)
+        scratch = [getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")]
+        special = [getattr(run, name, True) for name in ("launch_cooperative_grid", "launch_pdl")]
+        if any(scratch) or any(special) or not inspect.isfunction(wrapped):
+            return None
+        inside, outside = (getattr(inspect.getclosurevars(wrapped), x) for x in ("nonlocals", "globals"))
+        if inside.keys() != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+            return None
+        kinds = dict(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
+        return cls(inside["launcher"], outside["make_tensordesc_arg"], kinds)
+
+    def __call__(self, programs: int, stream: int, function: Any, metadata: Any, args: Sequence[Any]) -> None:
+        passed: list[Any] = []
+        done = 0
+        for n in self.kinds:
+            passed += args[done:n]
+            passed += self.expanded(n, args[n])
+            done = n + 1
+        passed += args[done:]
+        self.launch(
+            programs, 1, 1, stream, function, False, False, None, None, metadata, None, None, None, *passed
+        )  # fmt: skip
+
+    def expanded(self, n: int, descriptor: Any) -> list[Any]:
+        place = (n, descriptor.base.data_ptr())
+        found = self.known.get(place)
+        if found is None:
+            if len(self.known) >= MOST_KNOWN:
+                self.known.clear()
+            found = self.known[place] = self.expand(descriptor, self.kinds[n])
+        return found
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:

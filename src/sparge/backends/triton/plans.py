@@ -255,9 +255,9 @@ def rows_listed_at_once(size: Sizes) -> int:
     return min(size.q_blocks, max(1, LIST_BYTES // (4 * size.batch * size.heads * size.k_blocks)))
 
 
-def list_scratch(rows: int, size: Sizes) -> ScratchLayout:
-    """Of so many lists; behind their counts stands what programs draw first."""
-    return ScratchLayout(dict(zip(LISTS, (rows + 1, rows, rows * size.k_blocks), strict=True)))
+def list_scratch(rows: int, size: Sizes, counters: int = 1) -> ScratchLayout:
+    """Of so many lists; behind their counts stand counters, the first of which is what programs draw first."""
+    return ScratchLayout(dict(zip(LISTS, (rows + counters, rows, rows * size.k_blocks), strict=True)))
 
 
 def cuts_anywhere(problem: Signature) -> bool:
@@ -273,10 +273,11 @@ def list_rows(
     first: int,
     rows: int,
     second: bool,
+    counters: int = 1,
 ) -> Launch:
     """Lists of the kept blocks of `rows` query blocks of each head; without bits, of all visible ones of some heads.
 
-    The second stage judges a block after those behind it, so it wants them in that order.
+    The second stage judges a block after those behind it, so it wants them in that order. Counters are a power of two.
     """
     from sparge.backends.triton import _select as kernels
 
@@ -288,7 +289,8 @@ def list_rows(
     constants = {
         "BQ": block[0], "BK": block[1], "TILE": 256, "PACKED": problem.packing is not None,
         "CUTS_FIRST": cuts_anywhere(problem), "IN_ORDER": second and cuts_anywhere(problem),
-        "HAS_VALID": problem.has_valid, "SOME_HEADS": bits is None, "num_warps": 1,  # sums in order need no barrier
+        "HAS_VALID": problem.has_valid, "SOME_HEADS": bits is None, "COUNTERS": counters,
+        "num_warps": 1,  # sums in order need no barrier
     }  # fmt: skip
     return Launch(kernels.expand, rows * size.batch * size.heads, numbers, constants)
 
