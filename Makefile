@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 TRITONS_BETWEEN := $(VENV)/triton-3.7.1 $(VENV)/triton-3.8.0
 
-.PHONY: test lint types docs drawings tests gpu-tests sanitize demo bench wheel clean
+.PHONY: test lint types docs drawings tests interpreted compiled gpu-tests sanitize demo bench wheel clean
 
 test: lint types docs tests
 
@@ -22,14 +23,22 @@ docs: $(VENV)/.dev  # the site, in build/site; a link that leads nowhere is an e
 drawings: $(VENV)/.dev
 	$(BIN)/python docs/drawings.py
 
-tests: $(VENV)/.dev $(OLDEST_TRITON) $(TRITONS_BETWEEN)
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_parity.py tests/test_budget.py tests/test_ring.py -k "triton or packed"  # GPU kernels, on the CPU
-	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest tests/test_triton_compilation.py tests/test_hopper_compilation.py -m "not every_format"
-	for triton in $(TRITONS_BETWEEN); do PYTHONPATH=$$triton $(BIN)/python -m pytest tests/test_hopper_compilation.py -k compiles || exit 1; done
+tests: $(VENV)/.dev $(OLDEST_TRITON) $(TRITONS_BETWEEN)  # two at a time: most of it keeps one core busy
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target first-half second-half interpreted compiled
+
+%-half: $(VENV)/.dev
+	$(PYTEST) --shard $(if $(filter first,$*),0,1)/2
+
+interpreted: $(VENV)/.dev  # GPU kernels, on the CPU
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_hopper.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_parity.py tests/test_budget.py tests/test_ring.py -k "triton or packed or hopper"
+
+compiled: $(VENV)/.dev $(OLDEST_TRITON) $(TRITONS_BETWEEN)  # by the releases before the newest
+	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) tests/test_triton_compilation.py tests/test_hopper_compilation.py -m "not every_format"
+	for triton in $(TRITONS_BETWEEN); do PYTHONPATH=$$triton $(PYTEST) tests/test_hopper_compilation.py -k compiles || exit 1; done
 
 gpu-tests: $(VENV)/.dev  # on a machine with an NVIDIA GPU; with many cores, share the compilation: --shard 0/20, 1/20, ...
-	$(BIN)/python -m pytest tests/test_gpu.py tests/test_hopper.py tests/test_budget.py tests/test_parity.py tests/test_ring.py -k "gpu or hopper or triton or packed"
+	$(PYTEST) tests/test_gpu.py tests/test_hopper.py tests/test_budget.py tests/test_parity.py tests/test_ring.py -k "gpu or hopper or triton or packed"
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python tests/sanitize.py  # compiles without the sanitizer, which would slow it down

@@ -11,10 +11,13 @@ from hypothesis import settings
 from sparge import calls
 from sparge.integrations import fallback
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import gluon_interpreter
     import interpreter
 
     interpreter.install()
+    gluon_interpreter.install()
 
 settings.register_profile("sparge", deadline=None, derandomize=True, max_examples=60, print_blob=False)
 settings.load_profile("sparge")
@@ -23,6 +26,8 @@ settings.load_profile("sparge")
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    if INTERPRETED:
+        gluon_interpreter.begin_test()
     calls.forget()  # what a test has replaced may have been found out before
     fallback._said.clear()  # warnings are given once
 

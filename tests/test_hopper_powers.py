@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from gluon_interpreter.ptx import carry_out
+
 from sparge.backends.hopper._powers import (
     ARC,
     CHORD,
@@ -24,62 +26,7 @@ from sparge.backends.hopper._powers import (
     WORDS,
 )
 
-HALVES = np.dtype("<f2")
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
-
-
-def halves(x):
-    return np.ascontiguousarray(x).view(HALVES).reshape(*x.shape, 2).astype(np.float64)
-
-
-def packed(low_high):
-    numbers = low_high.astype(HALVES)
-    numbers[np.isnan(numbers)] = np.uint16(0x7FFF).view(HALVES)  # the chip's only NaN
-    return np.ascontiguousarray(numbers).view("<u4")[..., 0]
-
-
-def e4m3(x):
-    x = torch.from_numpy(np.clip(x, -448, 448))  # rounded once, as the chip does
-    numbers = x.float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    return numbers.astype(np.uint32)
-
-
-def carry_out(code: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run PTX without branches on many threads at once."""
-    at = dict(operands)
-
-    def value(name):
-        return np.uint32(int(name, 0)) if name[0].isdigit() else at[name]
-
-    def run(op, *sources):
-        if op == "mov.b32" and len(sources) == 2:
-            return sources[0] | (sources[1] << np.uint32(16))
-        if op == "cvt.rn.satfinite.e4m3x2.f32":
-            return e4m3(sources[1]) | (e4m3(sources[0]) << np.uint32(8))
-        if op == "cvt.rn.satfinite.e4m3x2.f16x2":
-            low, high = np.moveaxis(halves(sources[0]), -1, 0)
-            return e4m3(low) | (e4m3(high) << np.uint32(8))
-        if op == "lop3.b32":
-            assert sources[3] == 0xEA
-            return sources[0] & sources[1] | sources[2]
-        return {
-            "mov.b32": lambda x: x,
-            "cvt.rn.f32.s32": lambda x: x.astype(np.float32),
-            "fma.rn.f32": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
-            "ex2.approx.ftz.f32": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
-            "cvt.rn.relu.f16x2.f32": lambda high, low: packed(np.maximum(np.stack((low, high), -1), 0)),
-            "fma.rn.f16x2": lambda x, y, z: packed(
-                halves(x) * halves(np.broadcast_to(y, x.shape)) + halves(np.broadcast_to(z, x.shape))
-            ),
-            "mad.lo.u32": lambda x, y, z: x * y + z,
-        }[op](*sources)
-
-    for statement in code.strip("{ };").split("; "):
-        op, _, rest = statement.partition(" ")
-        if op != ".reg":
-            target, *sources = re.findall(r"[\w$]+", rest)
-            at[target] = run(op, *map(value, sources))
-    return at
 
 
 def powers(exponents: np.ndarray) -> dict[str, np.ndarray]:

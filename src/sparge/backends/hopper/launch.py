@@ -83,7 +83,7 @@ class HopperBackend(TritonBackend):
         refusal = super().unsupported(inputs, config)
         if refusal is not None:
             return refusal
-        if inputs.query.device.type != "cuda" or capability(inputs.query.device) != CHIP:
+        if capability(inputs.query.device) != CHIP:
             return "needs compute capability 9.0"
         if not all(32 < x.shape[-1] <= 256 for x in (inputs.query, inputs.value)):
             return "takes head_dim 33 to 256"

@@ -124,7 +124,7 @@ def round_to_int8(x, inverse):
     ROWS: tl.constexpr = x.shape[0]
     DP: tl.constexpr = x.shape[1]
     TOGETHER: tl.constexpr = DP if DP < 64 else 64
-    bits = (x * inverse + ROUND).to(tl.int32, bitcast=True)
+    bits = tl.fma(x, inverse, ROUND).to(tl.int32, bitcast=True)
     integers = tl.reshape(bits.to(tl.int8), [ROWS, DP // TOGETHER, TOGETHER // 8, 4, 2])
     return tl.reshape(tl.permute(integers, (0, 1, 3, 2, 4)), [ROWS, DP])
 
