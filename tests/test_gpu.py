@@ -10,7 +10,7 @@ import torch
 from problems import plain_attention, randn, relative_l1, seen_pairs
 
 import sparge
-from sparge import SparseConfig, budget, exact
+from sparge import SparseConfig, budget, calls, exact
 from sparge.backends import choose
 from sparge.inputs import prepare_inputs
 
@@ -213,6 +213,23 @@ def test_cuda_graphs_replay(quantization, max_error):
             x.copy_(fresh)
         graph.replay()
         assert torch.equal(out, sparge.attention(q, k, v, is_causal=True, config=config))
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_later_calls_of_a_kind_give_what_the_whole_way_gives(quantization):
+    """Only their kernels are started, on the current stream."""
+    config = replace(SPARSE, quantization=quantization)
+    for seed in range(5):
+        tensors = problem(seed)
+        want, _ = sparge.attention(*tensors, config=config, return_stats=True)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got = sparge.attention(*tensors, config=config)
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+    (known,) = calls._known.values()
+    assert known.replay is not None
+    assert known.replay.ready
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own modules, when inductor loads them

@@ -403,25 +403,25 @@ def test_kernels_start_at_the_addresses_of_their_tensors(monkeypatch, backend, c
 
 
 def test_descriptors_are_passed_as_triton_passes_them_and_made_once(monkeypatch):
-    """Triton 3.6 makes one anew for each launch; later releases are left alone."""
+    """By the launcher of every release; one anew for each launch takes the host as long as the launch."""
     driver, launched, made = pytest.importorskip("triton.backends.nvidia.driver"), [], []
 
-    def make(given, kind):
+    def make(given, kind, *_):
         made.append(given)
-        return [("made", kind, given.base.data_ptr()), *given.shape]
+        return [("made", kind["swizzle"], given.base.data_ptr()), *given.shape]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", None)  # asked for, and not used
     run = object.__new__(driver.CudaLauncher)
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, False, False
     run.global_scratch_size = run.profile_scratch_size = 0
     run.global_scratch_align = run.profile_scratch_align = 1
+    if not triton.__version__.startswith("3.6."):
+        run.arg_annotations, run.kernel_signature = "annotations", "signature"
     signature = {0: "*fp32", 1: "tensordesc<int8[64, 128]>", 2: "i32", 3: "tensordesc<int8[128, 64]>", 4: "i32"}
     kinds = [{"swizzle": 3}, {"swizzle": 2}]
     run.launch = driver.wrap_handle_tensordesc(lambda *args: launched.append(args), signature, kinds)
     expanding = dispatch._Expanding.of(run)
-    if not triton.__version__.startswith("3.6."):
-        assert expanding is None
-        return
     copies = [torch.empty(2, 64, dtype=torch.int8) for _ in range(3)]
     for a, b in ((0, 1), (1, 0), (0, 1), (2, 2)):
         boxes = [descriptor(copies[n], (2, 64), (64, 1), (1, 64)) for n in (a, b)]
@@ -436,6 +436,8 @@ def test_descriptors_are_passed_as_triton_passes_them_and_made_once(monkeypatch)
         box = descriptor(copy, (2, 64), (64, 1), (1, 64))
         expanding(3, 99, 1234, "metadata", (5, box, 7, box, 8))
     assert len(expanding.known) <= dispatch.MOST_KNOWN
+    run.launch_pdl = True
+    assert dispatch._Expanding.of(run) is None
 
 
 PROBE = SparseConfig(quantization="none", rule="probe")

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparge.backends import Choice, choose, takes_packed
 from sparge.block_mask import BlockMask
 from sparge.budget import enforce
-from sparge.calls import heads_first, kind_of_call, known_call, remember
+from sparge.calls import Known, kind_of_call, known_call, remember
 from sparge.config import SparseConfig
 from sparge.distributed.agreement import refusals_told
 from sparge.distributed.context import current_parallel, refuse_in_block
@@ -23,6 +23,7 @@ from sparge.judging import Verdict
 from sparge.library import is_traced, traced_attention
 from sparge.observe import is_observed, note
 from sparge.packing import Packing, sequence_ends
+from sparge.replay import recorded
 from sparge.stages import Output, Stats
 
 DEFAULT = SparseConfig()
@@ -74,10 +75,11 @@ def attention(
         )
         known = known_call(kind)
         if known is not None:
-            if known.dense is not None and return_stats is False and not is_observed():
-                return restore(known.dense.attention(*heads_first(query, key, value, layout)), layout)
-            inputs = known.inputs(query, key, value)
-            return _result(_run(inputs, known.choice.config, choice=known.choice), return_lse, return_stats)
+            again = known.again(query, key, value) if return_stats is False and not is_observed() else None
+            if again is not None:
+                return _chosen((*again, None), return_lse, return_stats)
+            run = _run(known.inputs(query, key, value), known.choice.config, known=known)
+            return _result(run, return_lse, return_stats)
     with refusals_told():
         inputs = prepare_inputs(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, layout, needs_lse=return_lse
@@ -299,15 +301,18 @@ class Run:
         return Stats(executed, visible, skipped, name, self.choice.reason, quantization, error, redone)
 
 
-def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None, choice: Choice | None = None) -> Run:
+def _run(inputs: Inputs, config: SparseConfig, mask: BlockMask | None = None, known: Known | None = None) -> Run:
     if is_traced():
         raise RuntimeError("torch's tracers see only sparge.attention: call this function outside the traced code.")
     with _exact_arithmetic(inputs):
-        choice = choice or choose(inputs, config, own_mask=mask is not None)
+        choice = choose(inputs, config, own_mask=mask is not None) if known is None else known.choice
         backend, config = choice.backend, choice.config
-        blocks = backend.summarize(inputs, config)
-        mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
-        output = backend.attend(blocks, mask, config)
+        with recorded() if known is not None and known.to_record else nullcontext() as recording:
+            blocks = backend.summarize(inputs, config)
+            mask = backend.select(blocks, config) if mask is None else _visible_part(mask, inputs)
+            output = backend.attend(blocks, mask, config)
+        if known is not None and recording is not None:
+            known.keep(recording, inputs, output)
         judged = (output,) if config.max_error is None else enforce(output, blocks, backend, config)
         run = Run(inputs, choice, mask, *judged)
     note(run)

@@ -7,7 +7,7 @@ host longer than short attention takes the GPU.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,16 +15,19 @@ from torch import Tensor
 from sparge import backends
 from sparge.backends import Choice
 from sparge.backends.dense import DenseBackend, DensePlan
+from sparge.backends.triton.launch import TritonBackend, on_device
 from sparge.config import SparseConfig
-from sparge.inputs import Inputs, Signature, Window
+from sparge.inputs import Inputs, Signature, Window, restore
+from sparge.replay import Recording, Replay, replay_of
+from sparge.stages import Output
 from sparge.visibility import Visibility
 
 REMEMBERED = 4096  # kinds of call
 
 
-@dataclass(frozen=True)
+@dataclass
 class Known:
-    """All of an earlier call but its tensors."""
+    """All of an earlier call but its tensors. The second call of a kind is recorded; later ones may be replayed."""
 
     scale: float
     visibility: Visibility
@@ -33,6 +36,31 @@ class Known:
     signature: Signature
     choice: Choice
     dense: DensePlan | None  # where torch's own attention was chosen
+    replay: Replay | None = None
+    recorded: bool = field(default=False, repr=False)
+
+    @property
+    def to_record(self) -> bool:
+        """Only where all that computes is a launch, or torch."""
+        launches = isinstance(self.choice.backend, TritonBackend) and self.choice.config.max_error is None
+        return launches and not self.recorded
+
+    def keep(self, recording: Recording, inputs: Inputs, output: Output) -> None:
+        """What was recorded, if it may be replayed."""
+        self.recorded = True
+        self.replay = replay_of(recording, (inputs.query, inputs.key, inputs.value), output)
+
+    def again(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """The output and the LSE, without a look at anything; None where the whole way has to be gone."""
+        if self.dense is None and self.replay is None:
+            return None
+        query, key, value = heads_first(query, key, value, self.layout)
+        if self.dense is not None:
+            return restore(self.dense.attention(query, key, value), self.layout), None
+        assert self.replay is not None
+        with on_device(query):
+            values, lse = self.replay(query, key, value)
+        return restore(values, self.layout), lse
 
     def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> Inputs:
         query, key, value = heads_first(query, key, value, self.layout)
