@@ -31,7 +31,7 @@ tests: $(VENV)/.dev $(OLDEST_TRITON) $(TRITONS_BETWEEN)  # two at a time: most o
 
 interpreted: $(VENV)/.dev  # GPU kernels, on the CPU
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_hopper.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_parity.py tests/test_budget.py tests/test_ring.py -k "triton or packed or hopper"
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_parity.py tests/test_budget.py tests/test_ring.py tests/test_replay.py -k "triton or packed or hopper"
 
 compiled: $(VENV)/.dev $(OLDEST_TRITON) $(TRITONS_BETWEEN)  # by the releases before the newest
 	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) tests/test_triton_compilation.py tests/test_hopper_compilation.py -m "not every_format"
