@@ -253,3 +253,20 @@ def test_repeated_heads_for_a_contender_are_noted(monkeypatch) -> None:
         timing_of = next(t for t in row.timings if t.name == "cudnn")
         assert timing_of.milliseconds is not None
         assert ("repeated" in timing_of.note) == (group == 2)
+
+
+def test_the_whole_call_predicts_and_then_follows_the_cases_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    select, predicted = GatherBackend.select, []
+    monkeypatch.setattr(GatherBackend, "select", lambda self, *x: predicted.append(1) or select(self, *x))
+    problem = make_problem(SMALL, SETTINGS)
+    call = measuring._whole_call(problem)
+    samples = exact_samples(problem.inputs, problem.mask)
+    assert all(relative_l1(call(), samples) < 1e-5 for _ in range(3))
+    assert len(predicted) == 3
+
+
+def test_calls_after_a_case_follow_masks_of_their_own() -> None:
+    problem = make_problem(SMALL, SETTINGS)
+    before = sparge.attention(*problem.tensors, config=problem.config)
+    measure(SMALL, SETTINGS)
+    assert torch.equal(sparge.attention(*problem.tensors, config=problem.config), before)

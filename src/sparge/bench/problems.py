@@ -52,9 +52,6 @@ class Problem:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.inputs.query, self.inputs.key, self.inputs.value
 
-    def checked_inputs(self) -> Inputs:
-        return _inputs(*self.tensors, self.case)
-
 
 def make_problem(case: Case, settings: Settings) -> Problem:
     generator = torch.Generator(settings.device).manual_seed(0)
