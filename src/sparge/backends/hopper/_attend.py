@@ -143,17 +143,16 @@ class Shared:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     ticket_full: gl.shared_memory_descriptor
-    ticket_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, ones, exact, votes, ticket, slots, scales, keys, needed,
-        q_full, q_empty, full, empty, ticket_full, ticket_empty,
+        q_full, q_empty, full, empty, ticket_full,
     ):  # fmt: skip
         self.q, self.k, self.v, self.ones, self.exact, self.ticket, self.slots = q, k, v, ones, exact, ticket, slots
         self.votes, self.scales, self.keys, self.needed = votes, scales, keys, needed
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
-        self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
+        self.ticket_full = ticket_full
 
 
 @gluon.jit
@@ -389,8 +388,8 @@ def wide_keys(t, step, BK: gl.constexpr):
 
 @gluon.jit
 def hand_out(ticket, piece, count, masked, turn, s):
-    """Tell every consumer which tile is next, and what was looked up about it."""
-    mbarrier.wait(s.ticket_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    """Tell every consumer which tile is next, and what was looked up about it, where they have left the queries."""
+    mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     set_word(s.ticket, turn & 1, ticket, 1)
     set_word(s.ticket, 2 + (turn & 1), count, 1)
     set_word(s.ticket, 4 + (turn & 1), masked, 1)
@@ -448,7 +447,6 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
         hand_out(tile, piece, count, masked, turn, s)
         t = tile_of(tile, begin, count, masked, p)
         full = s.q_full.index(turn & 1)
-        mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(full, p.WGS * ROWS * p.D)
         for w in gl.static_range(p.WGS):
             load_box(q_boxes, [t.at.query + t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
@@ -474,15 +472,20 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
 
 
 @gluon.jit
-def next_tile(turn, s):
-    """The next tile, which piece of it, how long the list is, and how many entries hold hidden keys."""
+def next_tile(turn, wg: gl.constexpr, SCALED: gl.constexpr, p, s):
+    """The next tile's number, which piece of it, the tile, and the scales of a warpgroup's rows."""
     mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
     tile = word_of(s.ticket, turn & 1, 4)
     count = word_of(s.ticket, 2 + (turn & 1), 4)
     masked = word_of(s.ticket, 4 + (turn & 1), 4)
     piece = word_of(s.ticket, 6 + (turn & 1), 4)
-    mbarrier.arrive(s.ticket_empty.index(turn & 1), count=1)
-    return tile, piece, count, masked
+    t = tile_of(gl.maximum(tile, 0), 0, count, masked, p)  # lists are the producer's
+    q_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
+    if SCALED:
+        rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
+        there = (rows < t.at.q_len) & (tile >= 0)
+        q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=there, other=0.0)
+    return tile, piece, t, q_scale
 
 
 @gluon.jit
@@ -953,11 +956,10 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     c = 0
     turn = 0
-    tile, piece, count, masked = next_tile(turn, s)
+    tile, piece, t, q_scale = next_tile(turn, wg, True, p, s)
     while tile >= 0:
-        t = tile_of(tile, 0, count, masked, p)  # lists are the producer's
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
-        q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=rows < t.at.q_len, other=0.0) * p.scale
+        q_scale *= p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
@@ -994,12 +996,13 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
         if p.DIVIDED:
             if piece >= 0:
                 acc, row_total, best, last = pieces_joined(acc, row_total, best, tile, piece, wg, p)
+        turn += 1
+        tile, piece, after, q_scale = next_tile(turn, wg, True, p, s)  # meanwhile these rows are written
         if last != 0:
             store_rows(
                 acc, row_total, best, t, wg, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV
             )
-        turn += 1
-        tile, piece, count, masked = next_tile(turn, s)
+        t = after
 
 
 @gluon.jit
@@ -1058,7 +1061,7 @@ def attend(
         gl.allocate_shared_memory(gl.float32, [UNITS * STAGES, 1], WORDS),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], WORDS),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
-        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
+        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1),
     )  # fmt: skip
     fence_async_shared()
     if WGS == 2:

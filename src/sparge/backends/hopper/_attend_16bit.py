@@ -70,16 +70,15 @@ class Shared:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     ticket_full: gl.shared_memory_descriptor
-    ticket_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, rows, votes, ticket, slots, q_full, q_empty, full, empty, ticket_full, ticket_empty
+        self, q, k, v, rows, votes, ticket, slots, q_full, q_empty, full, empty, ticket_full
     ):  # fmt: skip
         self.q, self.k, self.v, self.rows, self.votes = q, k, v, rows, votes
         self.ticket, self.slots = ticket, slots
         self.q_full, self.q_empty, self.full, self.empty = q_full, q_empty, full, empty
-        self.ticket_full, self.ticket_empty = ticket_full, ticket_empty
+        self.ticket_full = ticket_full
 
 
 @aggregate
@@ -148,7 +147,6 @@ def producer(q_boxes, k_boxes, v_boxes, Q_BYTES: gl.constexpr, STAGE_BYTES: gl.c
             batch = t.at.bh // p.heads
             head = t.at.bh % p.heads
             full = s.q_full.index(turn & 1)
-            mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
             mbarrier.expect(full, Q_BYTES)
             for w in gl.static_range(p.WGS):
                 load_box(q_boxes, [batch, head, t.first_row + w * ROWS, 0], full, s.q.index((turn & 1) * p.WGS + w))
@@ -324,14 +322,10 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 16])
     c = 0
     turn = 0
-    tile, _, count, masked = next_tile(turn, s)
+    tile, _, t, q_scale = next_tile(turn, wg, INT8, p, s)
     while tile >= 0:
-        t = tile_of(tile, 0, count, masked, p)
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
-        q_scale = gl.full([ROWS], 0.0, gl.float32, ROW) + p.scale
-        if INT8:
-            q_scales = p.Q_SCALE + t.at.query.to(gl.int64)
-            q_scale *= gl.load(q_scales + rows, mask=rows < p.q_len, other=0.0)
+        q_scale *= p.scale
         acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
         total = gl.zeros([ROWS, 8], gl.float32, LANES)
         best = gl.full([ROWS], NOTHING, gl.float32, ROW)
@@ -352,9 +346,10 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
             note_skips(skipped, t, wg, p)
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
-        store_rows(acc, total, best, t, wg, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)
         turn += 1
-        tile, _, count, masked = next_tile(turn, s)
+        tile, _, after, q_scale = next_tile(turn, wg, INT8, p, s)  # meanwhile these rows are written
+        store_rows(acc, total, best, t, wg, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)
+        t = after
 
 
 @gluon.jit
@@ -396,7 +391,7 @@ def attend(
         gl.allocate_shared_memory(OUT.dtype.element_ty, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
         gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
-        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1), barriers(2, WGS),
+        barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1),
     )  # fmt: skip
     fence_async_shared()
     Q_BYTES: gl.constexpr = WGS * ROWS * D * SCORE_BYTES
