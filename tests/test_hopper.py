@@ -94,11 +94,11 @@ def assert_same_rows(got: Tensor, want: Tensor, quantization: str = "int8-fp8") 
     """Row by row, so that no row hides behind the others.
 
     Both round e4m3 probabilities to three bits, relative to maxima that may differ by the slack, and Hopper's kernel
-    may divide by the sum of the rounded ones. Computed in float32 for 1 to 256 keys in 1 to 12 steps, that is 1.6 % on
-    average and 5.7 % in the worst of 6,000 rows; a rounding that falls the other way adds as much again. In 16 bits
-    (bfloat16 has eight) it is a thirtieth of that.
+    may divide by the sum of the rounded ones. Over few keys that is 1.6 % on average and 5.7 % in the worst of 6,000
+    rows, and a rounding that falls the other way adds as much again; over 4,096 keys relative to maxima that differ it
+    is 3.2 to 3.8 % (computed in float32). In 16 bits (bfloat16 has eight) it is a thirtieth of that.
     """
-    one_row, all_rows = (0.12, 0.03) if quantization == "int8-fp8" else (0.02, 0.005)
+    one_row, all_rows = (0.12, 0.04) if quantization == "int8-fp8" else (0.02, 0.005)
     error, size = ((x.abs().sum(-1)) for x in (got - want, want))
     assert (error <= one_row * size).all()  # NaN fails, and so does anything but 0 where 0 is right
     if (size > 0).sum() >= 64:  # rows that saw something: the mean of few is any of them

@@ -110,8 +110,8 @@ def test_steps_are_wide_where_lists_are_long_and_registers_suffice(
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "pieces"),
-    [(32768, 32768, 32, 10), (512, 32768, 8, 4), (128, 131072, 1, 16), (8192, 8192, 32, 1), (4096, 4096, 32, 1),
-     (33 * 128, 32768, 4, 1), (300, 300, 2, 1)],
+    [(512, 32768, 8, 4), (128, 131072, 1, 16), (2048, 32768, 17, 10), (32768, 32768, 1, 1), (8192, 8192, 32, 1),
+     (4096, 4096, 32, 1), (33 * 128, 32768, 4, 1), (32768, 32768, 32, 1), (300, 300, 2, 1)],
     ids=str,
 )  # fmt: skip
 def test_the_last_tiles_are_divided_where_that_ends_sooner(queries, keys, heads, pieces):

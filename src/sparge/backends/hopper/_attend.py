@@ -48,6 +48,9 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 HALF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 LANES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # what one thread holds of eight columns
 ROW = gl.constexpr(gl.SliceLayout(1, HALF_SCORES))
+GROUPS = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)  # one number for each row and thread that holds a part of it: a thread has those of two rows
 
 
 @aggregate
@@ -565,6 +568,59 @@ def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
     return gl.where(top > best + SLACK, top, best)
 
 
+@gluon.jit
+def per_thread(x):
+    """A number per row, in all threads that hold a part of it."""
+    x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, GROUPS), assert_trivial=True), 1)
+    return x + gl.zeros([ROWS, 4], x.dtype, GROUPS)
+
+
+@gluon.jit
+def per_row(x):
+    """Its largest number of all threads that hold a part of a row."""
+    return gl.convert_layout(gl.max(x, 1), ROW, assert_trivial=True)
+
+
+@gluon.jit
+def per_number(x, like, RUN: gl.constexpr):
+    """Numbers per row and thread for all that it holds of `like`, of whose columns RUN lie next to each other."""
+    parts = like.reshape([ROWS, like.shape[1] // (4 * RUN), 4, RUN])
+    OWN: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    x = gl.expand_dims(gl.expand_dims(gl.convert_layout(x, OWN, assert_trivial=True), 1), 3)
+    x, _ = gl.broadcast(x, parts)
+    return gl.convert_layout(x.reshape([ROWS, like.shape[1]]), like.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def follow_code(FOLLOWERS, SLACK):
+    """PTX for a thread's two rows, best $0 $1, what is relative to it $2 $3 and so on, top of a step in the last two:
+    where the row's top exceeds best by more than SLACK, best becomes it. Four threads hold a row; they ask each other
+    only where a thread of the warp has such a top."""
+    first_top = 2 + 2 * FOLLOWERS
+    code = "{ .reg .pred p0, p1, some; .reg .f32 t0, t1, a0, a1, o; "
+    for i in range(2):
+        code += f"add.f32 t{i}, ${i}, {SLACK}; setp.gt.f32 p{i}, ${first_top + i}, t{i}; "
+    code += "or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @!some bra.uni DONE; "
+    for i in range(2):
+        top = f"${first_top + i}"
+        code += f"shfl.sync.bfly.b32 o, {top}, 1, 31, -1; max.f32 a{i}, o, {top}; "
+        code += f"shfl.sync.bfly.b32 o, a{i}, 2, 31, -1; max.f32 a{i}, o, a{i}; setp.gt.f32 p{i}, a{i}, t{i}; "
+        code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; "
+        for follower in range(2 + i, first_top, 2):
+            code += f"@p{i} mul.f32 ${follower}, ${follower}, o; "
+        code += f"@p{i} mov.f32 ${i}, a{i}; "
+    return code + "DONE: }"
+
+
+@gluon.jit
+def follow(best, follower, top, SLACK: gl.constexpr):
+    """The rows' best, and what is relative to it, after a step whose groups' largest scores are `top`."""
+    CODE: gl.constexpr = follow_code(1, SLACK)
+    return gl.inline_asm_elementwise(
+        CODE, "=f,=f,=f,=f,f,f,0,1,2,3", [top, best, follower], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
+    )
+
+
 @gluon.constexpr_function
 def shrink_code(count):
     """PTX: one thread's `count` sums times the factors of its two rows, skipped where no row of the warp shrinks."""
@@ -586,15 +642,14 @@ def shrink_operands(count):
 
 
 @gluon.jit
-def shrunk(acc, total, alpha, p):
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    COUNT: gl.constexpr = p.DVP // 2
-    alpha_v = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
-    alpha_v, acc = gl.broadcast(alpha_v, acc)
+def shrunk(acc, total, alpha):
+    """Sums times factors per row and thread."""
+    COUNT: gl.constexpr = acc.shape[1] // 2
     acc = gl.inline_asm_elementwise(
-        shrink_code(COUNT), shrink_operands(COUNT), [acc, alpha_v], dtype=gl.float32, is_pure=True, pack=COUNT
-    )
-    return acc, total * per_lane(alpha)
+        shrink_code(COUNT), shrink_operands(COUNT), [acc, per_number(alpha, acc, 2)], dtype=gl.float32, is_pure=True,
+        pack=COUNT,
+    )  # fmt: skip
+    return acc, total * per_number(alpha, total, 2)
 
 
 @gluon.jit
@@ -604,18 +659,18 @@ def to_sum(x8):
 
 
 @gluon.jit
-def start_values(acc, a8, b8, stage, p, s):
-    """acc + P V of a stage's two units, and their rows' sums, under way.
+def start_values(acc, sums, a8, b8, first, MORE: gl.constexpr, p, s):
+    """acc + P V of two units, whose values are the `first` and the next, and the sums of their rows, under way; with
+    MORE, they are added to sums.
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
-    acc = warpgroup_mma(a8, s.v.index(p.UNITS * stage).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(b8, s.v.index(p.UNITS * stage + 1).permute((1, 0)), acc, is_async=True)
-    sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(b8, s.v.index(first + 1).permute((1, 0)), acc, is_async=True)
     if not p.WRITE_LSE:
         ones = s.ones.permute((1, 0))
         a8, b8 = to_sum(a8), to_sum(b8)
-        sums = warpgroup_mma(a8, ones, sums, use_acc=False, is_async=True)
+        sums = warpgroup_mma(a8, ones, sums, use_acc=MORE, is_async=True)
         sums = warpgroup_mma(b8, ones, sums, is_async=True)
     return acc, sums
 
@@ -647,13 +702,11 @@ def put_aside(acc, wg: gl.constexpr, p, s):
 
 
 @gluon.jit
-def promoted(acc, best, base, wg: gl.constexpr, p, s):
-    """The float32 sums so far, relative to `base`, and the tensor core's since then, together."""
+def promoted(acc, beta, wg: gl.constexpr, p, s):
+    """The float32 sums so far, times beta, and the tensor core's since then, together."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
-    beta = gl.exp2(base - best)
-    beta_v = gl.expand_dims(gl.convert_layout(beta, gl.SliceLayout(1, VALUES), assert_trivial=True), 1)
     before = gl.load(scratch_of(wg, p)) if p.DVP > 128 else s.exact.index(wg).load(VALUES)
-    return gl.fma(before, beta_v + gl.zeros([ROWS, p.DVP], gl.float32, VALUES), acc)
+    return gl.fma(before, per_number(beta if len(beta.shape) == 2 else per_thread(beta), acc, 2), acc)
 
 
 @gluon.jit
@@ -706,8 +759,9 @@ def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
     """(acc, total) shrunk and with a step's probabilities, and what they weigh."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
     a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
-    acc, total = shrunk(acc, total, alpha, p)
-    acc, sums = start_values(acc, a8, b8, stage, p, s)
+    acc, total = shrunk(acc, total, per_thread(alpha))
+    sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    acc, sums = start_values(acc, sums, a8, b8, p.UNITS * stage, False, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p)
     acc, sums = wait_values(acc, sums, p)
@@ -765,14 +819,30 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg: 
 def unit_top(raw, factor):
     """The largest score that a thread holds of each row, [64, 4]: as lane_max, with one number per row to scale."""
     tops = gl.max(raw.reshape([ROWS, UNIT // 8, 8]), 1)
-    tops = gl.max(tops.reshape([ROWS, 4, 2]), 2)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, tops.type.layout), assert_trivial=True)
+    tops = gl.convert_layout(gl.max(tops.reshape([ROWS, 4, 2]), 2), GROUPS, assert_trivial=True)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, GROUPS), assert_trivial=True)
     return tops.to(gl.float32) * gl.expand_dims(factor, 1)
 
 
 @gluon.jit
+def shifted_powers(raw, factor, offset):
+    """2^(raw * factor + offset), of a factor per row and an offset per row and thread."""
+    return gl.exp2(gl.fma(raw.to(gl.float32), gl.expand_dims(factor, 1) + raw * 0.0, per_number(offset, raw, 2)))
+
+
+@gluon.jit
+def offset_powers(raw, factor, offset, DOT: gl.constexpr, NEXT: gl.constexpr):
+    """The same as an operand, by `powers`."""
+    raw = relabelled(raw, DOT)
+    return powers(raw, factor, per_number(offset, raw, 4), NEXT)
+
+
+@gluon.jit
 def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
-    """As fold_step, for 256 keys that every row sees: a step costs more than its keys, so the longer the better."""
+    """As fold_step, for 256 keys that every row sees: a step costs more than its keys, so the longer the better.
+
+    `best` is per thread: asking others for it would hold up all that follows.
+    """
     DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
     stage, parity = ring(c + step, p)
     mbarrier.wait(s.full.index(stage), parity)
@@ -780,45 +850,32 @@ def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
     first = 4 * stage
     a_factor, b_factor = q_scale * word_of(s.scales, first, 4), q_scale * word_of(s.scales, first + 1, 4)
     c_factor, d_factor = q_scale * word_of(s.scales, first + 2, 4), q_scale * word_of(s.scales, first + 3, 4)
-    ab, cd = warpgroup_mma_wait(0, deps=(ab, cd))
-    a_raw, b_raw = halves(ab)
-    c_raw, d_raw = halves(cd)
-    top = gl.maximum(
-        gl.maximum(unit_top(a_raw, a_factor), unit_top(b_raw, b_factor)),
-        gl.maximum(unit_top(c_raw, c_factor), unit_top(d_raw, d_factor)),
-    )
-    top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
-    best_now = gl.where(top > best + p.SLACK, top, best)
-    alpha = gl.exp2(best - best_now)
+    a_raw, b_raw = halves(warpgroup_mma_wait(1, deps=(ab,)))
+    top = gl.maximum(unit_top(a_raw, a_factor), unit_top(b_raw, b_factor))
+    c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
+    top = gl.maximum(top, gl.maximum(unit_top(c_raw, c_factor), unit_top(d_raw, d_factor)))
+    best_now, alpha = follow(best, gl.full([ROWS, 4], 1.0, gl.float32, GROUPS), top, p.SLACK)
     if p.WRITE_LSE:
-        shift = best_now - P_SHIFT
-        a_p, b_p = probabilities(a_raw, a_factor, shift), probabilities(b_raw, b_factor, shift)
-        c_p, d_p = probabilities(c_raw, c_factor, shift), probabilities(d_raw, d_factor, shift)
+        offset = P_SHIFT - best_now
+        a_p, b_p = shifted_powers(a_raw, a_factor, offset), shifted_powers(b_raw, b_factor, offset)
+        c_p, d_p = shifted_powers(c_raw, c_factor, offset), shifted_powers(d_raw, d_factor, offset)
         a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
         c8, d8 = relabelled(c_p.to(gl.float8e4nv), DOT), relabelled(d_p.to(gl.float8e4nv), DOT)
-        acc, total = shrunk(acc, total, alpha, p)
+        acc, total = shrunk(acc, total, alpha)
     else:
-        acc, total = shrunk(acc, total, alpha, p)  # first: then values are multiplied under the powers that follow
+        acc, total = shrunk(acc, total, alpha)  # first: then values are multiplied under the powers that follow
         # Roundings may add up to three halves of a large score's last bit; beyond BROAD they hide all that e4m3 tells.
         size = gl.abs(best_now)
         offset = gl.where(size < BROAD, P_SHIFT - best_now - size * (1.5 * 2.0**-23), float("nan"))
-        a8 = powers(relabelled(a_raw, DOT), a_factor, offset, False)
-        b8 = powers(relabelled(b_raw, DOT), b_factor, offset, True)
-        c8 = powers(relabelled(c_raw, DOT), c_factor, offset, False)
-        d8 = powers(relabelled(d_raw, DOT), d_factor, offset, True)
-    acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(b8, s.v.index(first + 1).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(c8, s.v.index(first + 2).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(d8, s.v.index(first + 3).permute((1, 0)), acc, is_async=True)
+        a8 = offset_powers(a_raw, a_factor, offset, DOT, False)
+        b8 = offset_powers(b_raw, b_factor, offset, DOT, True)
+        c8 = offset_powers(c_raw, c_factor, offset, DOT, False)
+        d8 = offset_powers(d_raw, d_factor, offset, DOT, True)
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
+    acc, sums = start_values(acc, sums, c8, d8, first + 2, True, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p) + lane_sum(c_p) + lane_sum(d_p)
-    else:
-        ones = s.ones.permute((1, 0))
-        sums = warpgroup_mma(to_sum(a8), ones, sums, use_acc=False, is_async=True)
-        sums = warpgroup_mma(to_sum(b8), ones, sums, is_async=True)
-        sums = warpgroup_mma(to_sum(c8), ones, sums, is_async=True)
-        sums = warpgroup_mma(to_sum(d8), ones, sums, is_async=True)
     acc, sums = wait_values(acc, sums, p)
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total + sums, best_now
@@ -834,6 +891,8 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     WIDE: gl.constexpr = p.UNITS == 4 and not MASK and not TAIL
     LEAP: gl.constexpr = PROMOTE // 2 if WIDE else PROMOTE
+    if WIDE:
+        best, base = per_thread(best), per_thread(base)
     begin = first
     while begin < last:
         end = gl.minimum(begin + LEAP, last)
@@ -847,12 +906,14 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
         if not TAIL:  # which has few steps
             if end < last:
                 if aside != 0:
-                    acc = promoted(acc, best, base, wg, p, s)
+                    acc = promoted(acc, gl.exp2(base - best), wg, p, s)
                 put_aside(acc, wg, p, s)
                 acc = gl.zeros([ROWS, p.DVP], gl.float32, VALUES)
                 base = best
                 aside = aside * 0 + 1
         begin = end
+    if WIDE:
+        best, base = per_row(best), per_row(base)
     return acc, total, best, base, aside, skipped
 
 
@@ -986,7 +1047,7 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
             False, False,
         )  # fmt: skip
         if aside != 0:
-            acc = promoted(acc, best, base, wg, p, s)
+            acc = promoted(acc, gl.exp2(base - best), wg, p, s)
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps

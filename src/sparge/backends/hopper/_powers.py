@@ -110,17 +110,14 @@ OPERANDS = gl.constexpr(",".join(["=&r"] * WORDS + ["r"] * (4 * WORDS) + ["f"] *
 
 @gluon.jit
 def powers(raw, factor, offset, NEXT: gl.constexpr):
-    """e4m3: 2^(raw * factor + offset), of int32 and of a factor and an offset per row; no exponent may exceed 9.
+    """e4m3: 2^(raw * factor + offset), of int32, a factor per row, and an offset; no exponent may exceed 9.
 
     NaN stays NaN; what is too small for e4m3 is 0. Every other 64 keys are NEXT.
     """
     CODE: gl.constexpr = PTX_NEXT if NEXT else PTX
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, raw.type.layout)
     factor = gl.expand_dims(gl.convert_layout(factor, OF_ROWS, assert_trivial=True), 1)
-    offset = gl.expand_dims(gl.convert_layout(offset, OF_ROWS, assert_trivial=True), 1)
     whole_factor, raw = gl.broadcast(factor * WHOLE, raw)
-    whole_offset, raw = gl.broadcast(offset * WHOLE + FIRST, raw)
     factor, raw = gl.broadcast(factor, raw)
-    offset, raw = gl.broadcast(offset, raw)
-    numbers = [raw, factor, offset, whole_factor, whole_offset]
+    numbers = [raw, factor, offset, whole_factor, offset * WHOLE + FIRST]
     return gl.inline_asm_elementwise(CODE, OPERANDS, numbers, dtype=gl.float8e4nv, is_pure=True, pack=NUMBERS)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from sparge.backends.hopper._attend import (
+    GROUPS,
     HALF_SCORES,
     HIDDEN,
     NOTHING,
@@ -35,6 +36,7 @@ from sparge.backends.hopper._attend import (
     SCORES,
     UNIT,
     barriers,
+    follow,
     halves,
     load_box,
     ring,
@@ -48,9 +50,6 @@ STEP = gl.constexpr(128)  # keys
 WORD = gl.constexpr(32)
 SLACK = gl.constexpr(40.0)  # bits that a score may exceed the row's best by before that follows: 2^40 is small in 32
 CHUNK = gl.constexpr(64)  # blocks whose shares are made at once
-GROUPS = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
-)  # what a thread holds of 64 rows' groups of 64 keys: those of two rows
 
 
 @aggregate
@@ -266,36 +265,6 @@ def log2(x):
 
 
 @gluon.constexpr_function
-def follow_code(FOLLOWERS):
-    """PTX for a thread's two rows, best $0 $1, what is relative to it $2 $3 and so on, top of a step in the last two:
-    where the row's top exceeds best by more than SLACK, best becomes it. Four threads hold a row; they ask each other
-    only where a thread of the warp has such a top."""
-    first_top = 2 + 2 * FOLLOWERS
-    code = "{ .reg .pred p0, p1, some; .reg .f32 t0, t1, a0, a1, o; "
-    for i in range(2):
-        code += f"add.f32 t{i}, ${i}, {SLACK.value:.1f}; setp.gt.f32 p{i}, ${first_top + i}, t{i}; "
-    code += "or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @!some bra.uni DONE; "
-    for i in range(2):
-        top = f"${first_top + i}"
-        code += f"shfl.sync.bfly.b32 o, {top}, 1, 31, -1; max.f32 a{i}, o, {top}; "
-        code += f"shfl.sync.bfly.b32 o, a{i}, 2, 31, -1; max.f32 a{i}, o, a{i}; setp.gt.f32 p{i}, a{i}, t{i}; "
-        code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; "
-        for follower in range(2 + i, first_top, 2):
-            code += f"@p{i} mul.f32 ${follower}, ${follower}, o; "
-        code += f"@p{i} mov.f32 ${i}, a{i}; "
-    return code + "DONE: }"
-
-
-@gluon.jit
-def follow(best, total, top):
-    """The rows' best, and total relative to it, after a step whose groups' largest scores are `top`."""
-    CODE: gl.constexpr = follow_code(1)
-    return gl.inline_asm_elementwise(
-        CODE, "=f,=f,=f,=f,f,f,0,1,2,3", [top, best, total], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
-    )
-
-
-@gluon.constexpr_function
 def gather_code(BLOCKS):
     """PTX: the logarithm of one row's weight in a block, $0 = $1; a thread has the groups of two rows in two units of
     keys, $2 $3 and $4 $5, relative to $6 $7. Four threads hold a row.
@@ -362,7 +331,7 @@ def fold_scores(raw, a_scale, b_scale, best, total, q_scale, high, logs, step, p
         b = gl.where(column < gl.expand_dims(high - step * STEP - UNIT, 1), b, UNSEEN)
     a = scaled(group_best(a), q_scale * a_scale, MASK, p.INT8)
     b = scaled(group_best(b), q_scale * b_scale, MASK, p.INT8)
-    best, total = follow(best, total, gl.maximum(a, b))
+    best, total = follow(best, total, gl.maximum(a, b), SLACK)
     a, b = gl.exp2(a - best), gl.exp2(b - best)
     store_logs(logs, a, b, best, step, p)
     return best, total + (a + b)

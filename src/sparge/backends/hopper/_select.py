@@ -20,8 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from sparge import probing
-from sparge.backends.hopper._attend import NOTHING, ROWS, barriers, load_box, ring, set_word, wait_for_all, word_of
-from sparge.backends.hopper._probe import GROUPS, follow_code
+from sparge.backends.hopper._attend import (
+    GROUPS,
+    NOTHING,
+    ROWS,
+    barriers,
+    follow_code,
+    load_box,
+    ring,
+    set_word,
+    wait_for_all,
+    word_of,
+)
+from sparge.backends.hopper._probe import SLACK
 
 WORD = gl.constexpr(32)  # key blocks of a step
 SUBS = gl.constexpr(4)  # of query blocks and of key blocks
@@ -282,7 +293,7 @@ def sees(high, step, p):
 @gluon.jit
 def follow_both(best, total, peak, top):
     """The rows' best, and what is relative to it, after a step whose largest scores are `top`."""
-    CODE: gl.constexpr = follow_code(2)
+    CODE: gl.constexpr = follow_code(2, SLACK)
     return gl.inline_asm_elementwise(
         CODE, "=f,=f,=f,=f,=f,=f,f,f,0,1,2,3,4,5", [top, best, total, peak],
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=2,

@@ -53,9 +53,9 @@ NARROW = 128  # value channels whose float32 sums fit shared memory, and registe
 # every probability takes an exponential, and they lose at 4,096 and gain at 8,192.
 WIDE_FROM = {False: 4096, True: 6144}
 # The last tiles are divided where they would leave most processors idle: what dividing costs, as if the keys were more,
-# for each piece, and for the one that adds up the others.
+# for each piece, and for the one that adds up the others. Over many rounds programs drift apart by what it would gain.
 PIECE_KEYS, JOIN_KEYS = 2000, 300
-MOST_PIECES = 16
+MOST_PIECES, MOST_ROUNDS = 16, 16
 EVEN = 4  # times as many keys as queries: causal rows then see much the same
 SLACK = 0.75  # bits: e4m3 probabilities are scaled by 2^8, and 2^8.75 is below 448
 
@@ -220,14 +220,14 @@ def _divisible(problem: Signature, size: Sizes, second: bool) -> bool:
 
 def _pieces(tiles: int, processors: int, k_len: int) -> Pieces:
     """The last round of tiles in as many pieces as end soonest."""
-    rest = tiles % processors
+    rest, most = tiles % processors, MOST_PIECES if tiles < MOST_ROUNDS * processors else 1
 
     def time(count: int) -> float:
         """Of that round, in whole tiles."""
         cost = (PIECE_KEYS + JOIN_KEYS * count) / k_len if count > 1 else 0
         return -(-rest * count // processors) / count + cost
 
-    count = min(range(1, MOST_PIECES + 1), key=time)
+    count = min(range(1, most + 1), key=time)
     return Pieces(tiles, tiles - rest if count > 1 else tiles, count)
 
 
