@@ -391,7 +391,8 @@ def wide_keys(t, step, BK: gl.constexpr):
 
 @gluon.jit
 def hand_out(ticket, piece, count, masked, turn, s):
-    """Tell every consumer which tile is next, and what was looked up about it, where they have left the queries."""
+    """Tell every consumer which tile is next, and what was looked up about it: in words that they have left, as they
+    have the queries of the last tile but one."""
     mbarrier.wait(s.q_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     set_word(s.ticket, turn & 1, ticket, 1)
     set_word(s.ticket, 2 + (turn & 1), count, 1)
@@ -827,7 +828,8 @@ def unit_top(raw, factor):
 @gluon.jit
 def shifted_powers(raw, factor, offset):
     """2^(raw * factor + offset), of a factor per row and an offset per row and thread."""
-    return gl.exp2(gl.fma(raw.to(gl.float32), gl.expand_dims(factor, 1) + raw * 0.0, per_number(offset, raw, 2)))
+    factor = gl.expand_dims(factor, 1) + gl.zeros([ROWS, UNIT], gl.float32, HALF_SCORES)
+    return gl.exp2(gl.fma(raw.to(gl.float32), factor, per_number(offset, raw, 2)))
 
 
 @gluon.jit
