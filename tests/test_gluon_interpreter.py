@@ -43,6 +43,8 @@ def consume(target, s, p):
         if p.mistake != "a stage is read before it is full":
             mbarrier.wait(s.full.index(stage), turn & 1)
         total = hopper.warpgroup_mma(s.tiles.index(stage), s.one, total, is_async=True)
+        if p.mistake == "a product is read that is under way":
+            total = hopper.warpgroup_mma_wait(1, deps=(total,))
         if p.mistake == "a stage is given back before the product has read it":
             mbarrier.arrive(s.empty.index(stage), count=1)
         if p.mistake != "nobody waits for the last product" or step + 1 < p.steps:
@@ -102,7 +104,8 @@ def test_a_kernel_without_mistakes_is_right_in_any_order(seed):
 @pytest.mark.parametrize(
     ("mistake", "error"),
     [("a stage is never given back", DeadlockError), ("more bytes are expected than come", DeadlockError),
-     ("rows are written where nothing is", OutsideError), ("nobody waits for the last product", AssertionError)],
+     ("rows are written where nothing is", OutsideError), ("nobody waits for the last product", AssertionError),
+     ("a product is read that is under way", AssertionError)],
     ids=str,
 )  # fmt: skip
 def test_what_can_never_be_right_is_found_in_any_order(mistake, error):
@@ -125,6 +128,20 @@ def test_what_only_some_orders_show_is_found_in_most(mistake):
         except (AssertionError, DeadlockError):
             found += 1
     assert found >= 15
+
+
+def test_what_is_waited_for_is_computed_and_what_comes_after_stays_under_way():
+    def two_products():
+        tiles = gl.allocate_shared_memory(gl.bfloat16, [SIDE, SIDE], None)
+        tiles.store(gl.full([SIDE, SIDE], 1.0, gl.bfloat16, SUMS))
+        zeros = gl.zeros([SIDE, SIDE], gl.float32, SUMS)
+        first, second = (hopper.warpgroup_mma(tiles, tiles, zeros, is_async=True) for _ in range(2))
+        first = hopper.warpgroup_mma_wait(1, deps=(first,))
+        assert (first.data == SIDE).all()
+        assert second.result is None
+        assert (hopper.warpgroup_mma_wait(0, deps=(second,)).data == SIDE).all()
+
+    machine.Machine().run(two_products, 1)
 
 
 def test_a_chip_finds_what_lies_outside_a_tensor_to_be_zero():
