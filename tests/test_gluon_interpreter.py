@@ -168,3 +168,10 @@ def test_threads_exchange_numbers_and_take_branches_of_their_own():
     got = carry_out(code, {"$1": lane[None, None]})["$0"].reshape(-1)
     want = [(lane[n] + lane[n ^ 2]) * (1 if n % 2 else 10) for n in range(32)]
     assert got.tolist() == want
+
+
+def test_each_thread_takes_one_of_two_branches():
+    code = """{ .reg .pred p; setp.gt.f32 p, $1, 3.0; @!p bra.uni SMALL; add.f32 $0, $1, 100.0; bra.uni MADE;
+    SMALL: add.f32 $0, $1, 10.0; MADE: add.f32 $0, $0, 1000.0; }"""
+    got = carry_out(code, {"$1": torch.arange(6).float().numpy()})["$0"]
+    assert got.tolist() == [1010, 1011, 1012, 1013, 1104, 1105]

@@ -159,12 +159,12 @@ def test_any_block_lists_give_what_the_portable_kernel_gives(block, dim, quantiz
 
 SECOND_STAGE_KERNELS = (
     ((128, 64), 128, "int8-fp8"), ((192, 64), 128, "int8-fp8"), ((256, 128), 64, "int8-fp8"),
-    ((128, 64), 256, "int8-fp8"), ((128, 64), 128, "int8"), ((256, 128), 128, "none"),
+    ((128, 64), 64, "int8-fp8"), ((128, 64), 256, "int8-fp8"), ((128, 64), 128, "int8"), ((256, 128), 128, "none"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("block", "dim", "quantization"), SECOND_STAGE_KERNELS, ids=str)
-def test_the_second_stage_skips_what_the_portable_kernel_skips(block, dim, quantization, watchdog):
+def test_the_second_stage_skips_what_the_portable_kernel_skips(block, dim, quantization, watchdog, any_step):
     rng = random.Random(f"second {block} {dim} {quantization}")
     torch.manual_seed(0)
     skipped, ties = 0, 0
@@ -174,8 +174,9 @@ def test_the_second_stage_skips_what_the_portable_kernel_skips(block, dim, quant
                    for h, n in ((heads, q_len), (1, k_len), (1, k_len)))  # fmt: skip
         loud = torch.rand(-(-k_len // block[1]), device=DEVICE).repeat_interleave(block[1])[:k_len, None] < 0.5
         k = torch.where(loud, 3 * k, 0.1 * k)
-        inputs = replace(problem(q, k, v, is_causal=rng.random() < 0.5), needs_lse=False)
+        inputs = replace(problem(q, k, v, is_causal=rng.random() < 0.5), needs_lse=rng.random() < 0.3)
         config = SparseConfig(quantization=quantization, block=block, pv_threshold=rng.choice((-1.0, -2.0, -4.0)))
+        any_step(rng)
         blocks = HOPPER.summarize(inputs, config)
         shape = (1, heads, -(-q_len // block[0]), -(-k_len // block[1]))
         mask = BlockMask.from_dense(block_lists(rng, shape).to(DEVICE), q_len, k_len, block)
@@ -187,6 +188,31 @@ def test_the_second_stage_skips_what_the_portable_kernel_skips(block, dim, quant
             assert_same_rows(got.values.float(), want.values.float(), quantization)
     assert skipped > fewer(100, 1)
     assert ties <= skipped // 100
+
+
+@pytest.mark.parametrize("block", [(128, 64), (256, 128)], ids=str)
+@pytest.mark.parametrize("broken", ["values", "a key", "a query"])
+def test_wide_steps_of_the_second_stage_skip_nothing_that_is_broken(block, broken, watchdog, monkeypatch):
+    """Who sees a value that is not finite must know; a key or a query of NaN is never below a threshold."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 64, device=DEVICE, dtype=torch.bfloat16) for n in (300, 1000, 1000))
+    loud = torch.arange(1000, device=DEVICE).remainder(256)[:, None] < 64
+    k = torch.where(loud, 3 * k, 0.1 * k)
+    x, row = {"values": (v, 500), "a key": (k, 500), "a query": (q, 40)}[broken]
+    x[0, 1, row, 7] = float("inf" if broken == "values" else "nan")
+    config = SparseConfig(quantization="int8-fp8", block=block, rule="topk", topk=1.0, pv_threshold=-2.0)
+    monkeypatch.setattr(launch, "WIDE_FROM", {False: 0, True: 0})
+    launch._plan.cache_clear()
+    blocks = HOPPER.summarize(replace(problem(q, k, v), needs_lse=False), config)
+    mask = HOPPER.select(blocks, config)
+    got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+    launch._plan.cache_clear()
+    assert torch.equal(got.skipped_pv, want.skipped_pv)
+    assert got.skipped_pv[0, 0] > 0
+    finite = want.values.isfinite()
+    assert torch.equal(got.values.isfinite(), finite)
+    assert not finite[0, 1].all()
+    assert_same_rows(got.values[:, :1].float(), want.values[:, :1].float())
 
 
 @pytest.mark.parametrize("block", [(128, 64), (192, 64), (256, 128)], ids=str)

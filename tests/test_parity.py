@@ -452,6 +452,21 @@ def test_the_second_stage_judges_blocks_last_first(backend, window, skipped, poi
     assert got.skipped_pv.tolist() == [[skipped, skipped]]
 
 
+@each_backend("dense", "cpu", "torch", "reference")  # those without int8, and the oracle itself
+def test_the_second_stage_skips_no_block_with_a_key_that_is_nan(backend, poisoned):
+    """Nor where only the second half of a block, which has a scale of its own, is broken."""
+    q, k, v = tensors(7, heads=2, kv_heads=2, q_len=200, k_len=512, dim=64, dtype=torch.bfloat16)
+    k[:, :, :384] *= 0.01
+    k[0, 1, 100, 3] = torch.nan
+    inputs = problem(4 * q, 3 * k, v)
+    config = SparseConfig(rule="topk", topk=1.0, pv_threshold=-1.0, quantization="int8", block=(128, 128))
+    mask = BlockMask.all_visible(inputs.visibility, config.block, *q.shape[:2])
+    got, want = run(backend, inputs, config, mask), reference.attend(reference.summarize(inputs, config), mask, config)
+    assert want.skipped_pv[0, 0] > want.skipped_pv[0, 1] > 0
+    assert got.skipped_pv.tolist() == want.skipped_pv.tolist()
+    assert torch.equal(got.values.isnan(), want.values.isnan())
+
+
 @each_backend("dense", "cpu", "torch", "reference")  # those without fp8, and the oracle itself
 @pytest.mark.parametrize("spoiler", [1e4] if INTERPRETED else [None, 1e4, 1e30, torch.inf, torch.nan], ids=str)
 def test_keys_and_values_outside_the_sample(backend, spoiler, poisoned):

@@ -28,11 +28,6 @@ def e4m3(x: np.ndarray) -> np.ndarray:
     return numbers.float().to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(WORD)
 
 
-def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: Any) -> np.ndarray:
-    assert int(np.max(table)) == 0xEA
-    return a & b | c
-
-
 def _of_f16x2(a: np.ndarray) -> np.ndarray:
     low, high = np.moveaxis(halves(a), -1, 0)
     return e4m3(low) | (e4m3(high) << WORD(8))
@@ -46,15 +41,34 @@ def _to_all(reduced: np.ndarray, like: np.ndarray) -> np.ndarray:
     return np.broadcast_to(reduced[..., None], like.shape)
 
 
+def _upper_half(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    product = _signed(x).astype(np.int64) * _signed(y).astype(np.int64) >> 32
+    return (product + _signed(z)).astype(np.int32)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x).view(WORD) if np.asarray(x).dtype == np.float32 else x
+
+
+def _signed(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.int32)
+
+
+def _pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    high, low = (np.clip(_signed(x), 0, 0xFFFF).astype(WORD) for x in (high, low))
+    return low | (high << WORD(16))
+
+
 def _float(x: np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
 
 
 INSTRUCTIONS = {
-    "mov.b32": lambda x, high=None: x if high is None else x | (high << WORD(16)),
+    "mov.b32": lambda x, high=None: _bits(x) if high is None else x | (high << WORD(16)),
     "mov.f32": lambda x: x,
     "mov.u32": lambda x: x,
     "cvt.rn.f32.s32": _float,
+    "cvt.pack.sat.u16.s32": _pair,
     "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: e4m3(low) | (e4m3(high) << WORD(8)),
     "cvt.rn.satfinite.e4m3x2.f16x2": _of_f16x2,
     "cvt.rn.relu.f16x2.f32": lambda high, low: packed(np.maximum(np.stack((low, high), -1), 0)),
@@ -62,20 +76,26 @@ INSTRUCTIONS = {
     "fma.rn.f16x2": lambda x, y, z: packed(
         halves(x) * halves(np.broadcast_to(y, x.shape)) + halves(np.broadcast_to(z, x.shape))
     ),
+    "mad.hi.s32": _upper_half,
     "mad.lo.u32": lambda x, y, z: x * y + z,
-    "lop3.b32": _lop3,
+    "add.s32": lambda x, y: (_signed(x).astype(np.int64) + _signed(y)).astype(np.int32),
+    "shl.b32": lambda x, y: np.asarray(x).astype(WORD) << y,
+    "add.u32": lambda x, y: np.asarray(x).astype(WORD) + y,
     "ex2.approx.ftz.f32": lambda x: _float(np.exp2(np.asarray(x).astype(np.float64))),
     "lg2.approx.ftz.f32": lambda x: _float(np.log2(np.asarray(x).astype(np.float64))),
     "add.f32": lambda x, y: _float(x + y),
     "sub.f32": lambda x, y: _float(x - y),
     "mul.f32": lambda x, y: _float(x * y),
     "max.f32": lambda x, y: _float(np.fmax(x, y)),
+    "and.pred": lambda x, y: x & y,
     "and.b32": lambda x, y: x & np.asarray(y).astype(x.dtype),
     "or.b32": lambda x, y: x | y,
     "or.pred": lambda x, y: x | y,
     "selp.f32": lambda x, y, p: np.where(p, x, y),
     "setp.gt.f32": lambda x, y: x > y,
+    "setp.lt.f32": lambda x, y: x < y,
     "setp.neu.f32": lambda x, y: ~(x == y),
+    "setp.geu.f32": lambda x, y: ~(x < y),
     "setp.ne.s32": lambda x, y: x != y,
     "shfl.sync.bfly.b32": _bfly,
     "vote.sync.any.pred": lambda x, _: _to_all(x.any(-1), x),
@@ -96,15 +116,18 @@ def _constant(text: str, shape: tuple[int, ...]) -> np.ndarray | np.generic | No
 
 
 def carry_out(code: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Registers by name after the code; every branch leads forwards, to where all threads meet again."""
+    """Registers by name after the code; every branch leads forwards."""
     at: dict[str, Any] = dict(operands)
     shape = np.broadcast_shapes(*(np.shape(x) for x in operands.values()))
     active: Any = True
+    ahead: dict[str, Any] = {}  # threads that wait at a label
     body = code.strip()
     body = body[1:-1] if body.startswith("{") else body
     for statement in filter(None, (part.strip() for part in body.split(";"))):
-        if statement.endswith(":"):
-            active = True
+        while label := re.match(r"(\w+):\s*", statement):
+            active = active | ahead.pop(label[1], False)
+            statement = statement[label.end() :]
+        if not statement:
             continue
         guard = re.match(r"@(!?)(\w+) ", statement)
         follows = active
@@ -112,16 +135,18 @@ def carry_out(code: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarra
             follows = active & (~at[guard[2]] if guard[1] else at[guard[2]])
             statement = statement[guard.end() :]
         op, _, rest = statement.partition(" ")
-        if op == ".reg":
+        if op == ".reg" or not np.any(follows):
             continue
         if op == "bra.uni":
-            active = active & ~follows
+            ahead[rest] = ahead.get(rest, False) | follows
+            active = active & np.logical_not(follows)
             continue
         target, *sources = re.findall(r"[-\w$%.]+", rest)
         with np.errstate(all="ignore"):
             given = [_constant(x, shape) if x not in at else at[x] for x in sources]
             assert all(x is not None for x in given), statement
-            made = INSTRUCTIONS[op](*given)
+            made = np.asarray(INSTRUCTIONS[op](*given))
+        made = made if made.shape else np.broadcast_to(made, shape)  # each lane has its own
         if follows is not True:
             before = at.get(target, np.zeros_like(made))
             made = np.where(follows, made, before)

@@ -135,7 +135,7 @@ class Shared:
     v: gl.shared_memory_descriptor  # [UNITS STAGES, DVP, 64]
     ones: gl.shared_memory_descriptor  # [8, 64]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
-    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
+    votes: gl.shared_memory_descriptor  # [WGS, 256]: of the second stage
     ticket: gl.shared_memory_descriptor  # [8, 1]: two tiles, lengths of lists, how many entries are masked, pieces
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     scales: gl.shared_memory_descriptor  # [UNITS STAGES, 1]: of the keys of a stage
@@ -363,13 +363,13 @@ def keys_of(t, step, BK: gl.constexpr, MASK: gl.constexpr, TAIL: gl.constexpr = 
 
 
 @gluon.jit
-def needed_units(t, a_key, b_key, p):
-    """Units whose values are not all finite: who sees them must know."""
-    needed = a_key * 0
+def needed_units(t, keys, p):
+    """Units whose values are not all finite, a bit each: who sees them must know."""
+    needed = keys[0] * 0
     if p.SECOND:
         finite = p.V_FINITE + (t.at.kv_row * p.k_slots + t.at.key // p.BK).to(gl.int64)
-        needed += (gl.load(finite + a_key // p.BK) == 0).to(gl.int32)
-        needed += (gl.load(finite + b_key // p.BK) == 0).to(gl.int32) * 2
+        for i in gl.static_range(len(keys)):
+            needed += (gl.load(finite + keys[i] // p.BK) == 0).to(gl.int32) << i
     return needed
 
 
@@ -421,7 +421,7 @@ def load_step(k_boxes, v_boxes, c, t, keys, p, s, MASK: gl.constexpr):
     full = s.full.index(stage)
     row = t.at.kv_row * p.padded + t.at.key
     scales = scales_of(keys, row, p)
-    needed = needed_units(t, keys[0], keys[1], p)
+    needed = needed_units(t, keys, p)
     mbarrier.wait(s.empty.index(stage), parity ^ 1)
     for i in gl.static_range(len(keys)):
         scale = scales[i]
@@ -477,19 +477,18 @@ def producer(q_boxes, k_boxes, v_boxes, p, s):
 
 @gluon.jit
 def next_tile(turn, wg: gl.constexpr, SCALED: gl.constexpr, p, s):
-    """The next tile's number, which piece of it, the tile, and the scales of a warpgroup's rows."""
+    """The next tile's number, the tile, and the scales of a warpgroup's rows."""
     mbarrier.wait(s.ticket_full.index(turn & 1), (turn >> 1) & 1)
     tile = word_of(s.ticket, turn & 1, 4)
     count = word_of(s.ticket, 2 + (turn & 1), 4)
     masked = word_of(s.ticket, 4 + (turn & 1), 4)
-    piece = word_of(s.ticket, 6 + (turn & 1), 4)
     t = tile_of(gl.maximum(tile, 0), 0, count, masked, p)  # lists are the producer's
     q_scale = gl.full([ROWS], 1.0, gl.float32, ROW)
     if SCALED:
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         there = (rows < t.at.q_len) & (tile >= 0)
         q_scale = gl.load(p.Q_SCALE + t.at.query.to(gl.int64) + rows, mask=there, other=0.0)
-    return tile, piece, t, q_scale
+    return tile, t, q_scale
 
 
 @gluon.jit
@@ -716,16 +715,22 @@ def union(a, b):
 
 
 @gluon.jit
+def of_all_warps(flags, board):
+    """The union of flags, of which each warp's threads have the same, in every thread of the warpgroup."""
+    board.reshape([ROWS, 4]).store(flags.to(gl.int8))  # a byte of each row and thread
+    WARPS: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    words = board.reshape([4, ROWS]).slice(0, 1, 1).load(WARPS).to(gl.int32)
+    return gl.reduce(gl.reduce(words, 0, union), 0, union)
+
+
+@gluon.jit
 def of_all_rows(flags, board):
-    """The union of the rows' flags, in every thread of the warpgroup: one instruction per warp, then four words."""
+    """The union of the rows' flags, in every thread of the warpgroup: one instruction per warp, then four bytes."""
     flags = gl.inline_asm_elementwise(
         "{ .reg .b32 x; or.b32 x, $2, $3; redux.sync.or.b32 x, x, 0xffffffff; mov.b32 $0, x; mov.b32 $1, x; }",
         "=r,=r,r,r", [flags], dtype=gl.int32, is_pure=True, pack=2,
     )  # fmt: skip
-    board.store(flags)
-    WARPS: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
-    words = board.reshape([4, ROWS // 4]).slice(0, 1, 1).load(WARPS)
-    return gl.reduce(gl.reduce(words, 0, union), 0, union)
+    return of_all_warps(per_thread(flags), board)
 
 
 @gluon.jit
@@ -740,14 +745,18 @@ def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, bo
     b_top = gl.where(b_sees, b_top, NOTHING)
     after_a = gl.maximum(best, a_top)
     after_b = gl.maximum(after_a, b_top)
+    a_broken = a_sees & ((a_top != a_top) | (a_factor != a_factor))
+    b_broken = b_sees & ((b_top != b_top) | (b_factor != b_factor))
     if BK == 128:
+        a_broken = a_broken | b_broken
+        b_broken = a_broken
         a_top = gl.maximum(a_top, b_top)
         b_top = a_top
         after_a = after_b
         a_sees = a_sees | b_sees
         b_sees = a_sees
-    a_asks = a_sees & ((a_top - after_a >= lam) | (a_top != a_top) | (a_factor != a_factor))
-    b_asks = b_sees & ((b_top - after_b >= lam) | (b_top != b_top) | (b_factor != b_factor))
+    a_asks = a_broken | (a_sees & (a_top - after_a >= lam))
+    b_asks = b_broken | (b_sees & (b_top - after_b >= lam))
     votes = a_asks.to(gl.int32) + 2 * b_asks.to(gl.int32) + 4 * a_sees.to(gl.int32) + 8 * b_sees.to(gl.int32)
     votes = of_all_rows(votes, board)
     wanted = (votes & 3) | needed
@@ -791,8 +800,12 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg: 
         if MASK:
             a_sees = a_sees & some_shown(a_hidden)
             b_sees = b_sees & some_shown(b_hidden)
+        needed = word_of(s.needed, stage, 4)
+        if TAIL:
+            b_sees = b_sees & b_real
+            needed = gl.where(b_real, needed, needed & 1)
         best_now, wanted, idle = wanted_units(
-            a, b, a_factor, b_factor, a_sees, b_sees, best, lam, word_of(s.needed, stage, 4), s.votes.index(wg), p.BK
+            a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, s.votes.index(wg), p.BK
         )
         skipped += idle
         if wanted != 0:
@@ -832,33 +845,84 @@ def shifted_powers(raw, factor, offset):
     return gl.exp2(gl.fma(raw.to(gl.float32), factor, per_number(offset, raw, 2)))
 
 
-@gluon.jit
-def offset_powers(raw, factor, offset, DOT: gl.constexpr, NEXT: gl.constexpr):
-    """The same as an operand, by `powers`."""
-    raw = relabelled(raw, DOT)
-    return powers(raw, factor, per_number(offset, raw, 4), NEXT)
+@gluon.constexpr_function
+def judge_code(BK):
+    """PTX of the second stage's choice for a thread's two rows: best $0 $1, what is relative to it $2 $3 and flags $4
+    $5, of tops of four units $6 to $13, and thresholds $14 $15, which are infinite for rows that do not exist.
 
-
-@gluon.jit
-def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
-    """As fold_step, for 256 keys that every row sees: a step costs more than its keys, so the longer the better.
-
-    `best` is per thread: asking others for it would hold up all that follows.
+    Flags are bits of units, of blocks of BK keys, that some row of the warp wants, in list order, each judged after
+    those before it; 16, if a row exists. A thread's top does for its row's where none exceeds the best so far: what
+    counts then is whether any thread has a score near enough. What is not below the threshold is wanted, NaN too.
     """
+    tops = [[f"t{unit}{i}" for unit in range(4)] for i in range(2)]
+    code = "{ .reg .pred p0, p1, wants, some; .reg .f32 o, a0, a1, least; .reg .b32 flags, there; "
+    code += f".reg .f32 {', '.join(tops[0] + tops[1])}; "
+    for i in range(2):
+        for unit in range(4):
+            code += f"mov.f32 {tops[i][unit]}, ${6 + 2 * unit + i}; "
+        code += f"max.f32 o, {tops[i][0]}, {tops[i][1]}; max.f32 o, o, {tops[i][2]}; max.f32 o, o, {tops[i][3]}; "
+        code += f"setp.gt.f32 p{i}, o, ${i}; mov.f32 a{i}, ${i}; "
+    code += "or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @!some bra.uni JUDGE; "
+    for top in tops[0] + tops[1]:
+        for other in (1, 2):
+            code += f"shfl.sync.bfly.b32 o, {top}, {other}, 31, -1; max.f32 {top}, o, {top}; "
+    code += "JUDGE: mov.b32 flags, 0; "
+    for i in range(2):
+        code += f"setp.lt.f32 some, ${14 + i}, 0f7F800000; mov.b32 there, 0; @some mov.b32 there, 16; "
+        for unit in range(4):
+            of_block = tops[i][unit : unit + 1] if BK == 64 else tops[i][unit // 2 * 2 : unit // 2 * 2 + 2]
+            for top in of_block:
+                code += f"max.f32 a{i}, a{i}, {top}; "
+            code += f"add.f32 least, a{i}, ${14 + i}; "
+            for top in of_block:
+                code += f"setp.geu.f32 wants, {top}, least; and.pred wants, wants, some; "
+                code += f"@wants or.b32 there, there, {1 << unit}; "
+        code += "or.b32 flags, flags, there; "
+        code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; mul.f32 ${2 + i}, ${2 + i}, o; mov.f32 ${i}, a{i}; "
+    return code + "redux.sync.or.b32 flags, flags, 0xffffffff; mov.b32 $4, flags; mov.b32 $5, flags; }"
+
+
+@gluon.jit
+def judged(best, tops, lam, needed, board, p):
+    """The rows' best after four units, what sums shrink by, units a warpgroup wants, and blocks it could skip."""
+    CODE: gl.constexpr = judge_code(p.BK)
+    ones = gl.full([ROWS, 4], 1.0, gl.float32, GROUPS)
+    a, b, c, d = tops
+    best, alpha, flags = gl.inline_asm_elementwise(
+        CODE, "=f,=f,=f,=f,=r,=r,f,f,f,f,f,f,f,f,f,f,0,1,2,3", [a, b, c, d, lam, best, ones],
+        dtype=(gl.float32, gl.float32, gl.int32), is_pure=True, pack=2,
+    )  # fmt: skip
+    flags = of_all_warps(flags, board)
+    wanted = (flags & 15) | needed
+    idle = gl.where(flags >= 16, ~wanted & 15, 0)
+    idle = (idle & 5) + (idle >> 1 & 5)  # of each two
+    return best, alpha, wanted, (idle & 3) + (idle >> 2) if p.BK == 64 else (idle & 2) // 2 + (idle >> 3)
+
+
+@gluon.jit
+def with_some_units(acc, total, a, b, a_factor, b_factor, offset, wanted, first, p, s):
+    """(acc, total) with two units, of which some are wanted."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
-    stage, parity = ring(c + step, p)
-    mbarrier.wait(s.full.index(stage), parity)
-    ab, cd = start_scores(q, stage, s, 0), start_scores(q, stage, s, 1)
-    first = 4 * stage
-    a_factor, b_factor = q_scale * word_of(s.scales, first, 4), q_scale * word_of(s.scales, first + 1, 4)
-    c_factor, d_factor = q_scale * word_of(s.scales, first + 2, 4), q_scale * word_of(s.scales, first + 3, 4)
-    a_raw, b_raw = halves(warpgroup_mma_wait(1, deps=(ab,)))
-    top = gl.maximum(unit_top(a_raw, a_factor), unit_top(b_raw, b_factor))
-    c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
-    top = gl.maximum(top, gl.maximum(unit_top(c_raw, c_factor), unit_top(d_raw, d_factor)))
-    best_now, alpha = follow(best, gl.full([ROWS, 4], 1.0, gl.float32, GROUPS), top, p.SLACK)
+    if wanted != 0:
+        a_p = shifted_powers(a, a_factor, offset + gl.where((wanted & 1) != 0, 0.0, float("-inf")))
+        b_p = shifted_powers(b, b_factor, offset + gl.where((wanted & 2) != 0, 0.0, float("-inf")))
+        a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+        sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+        acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
+        if p.WRITE_LSE:
+            sums = lane_sum(a_p) + lane_sum(b_p)
+        acc, sums = wait_values(acc, sums, p)
+        total += sums
+    return acc, total
+
+
+@gluon.jit
+def with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s):
+    """(acc, total), shrunk by alpha, with a wide step's probabilities, and what they weigh."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    a_factor, b_factor, c_factor, d_factor = factors
     if p.WRITE_LSE:
-        offset = P_SHIFT - best_now
+        offset = P_SHIFT - best
         a_p, b_p = shifted_powers(a_raw, a_factor, offset), shifted_powers(b_raw, b_factor, offset)
         c_p, d_p = shifted_powers(c_raw, c_factor, offset), shifted_powers(d_raw, d_factor, offset)
         a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
@@ -867,20 +931,56 @@ def fold_wide_step(acc, total, best, q, q_scale, step, c, p, s):
     else:
         acc, total = shrunk(acc, total, alpha)  # first: then values are multiplied under the powers that follow
         # Roundings may add up to three halves of a large score's last bit; beyond BROAD they hide all that e4m3 tells.
-        size = gl.abs(best_now)
-        offset = gl.where(size < BROAD, P_SHIFT - best_now - size * (1.5 * 2.0**-23), float("nan"))
-        a8 = offset_powers(a_raw, a_factor, offset, DOT, False)
-        b8 = offset_powers(b_raw, b_factor, offset, DOT, True)
-        c8 = offset_powers(c_raw, c_factor, offset, DOT, False)
-        d8 = offset_powers(d_raw, d_factor, offset, DOT, True)
+        size = gl.abs(best)
+        offset = gl.where(size < BROAD, P_SHIFT - best - size * (1.5 * 2.0**-23), float("nan"))
+        a, b, c, d = relabelled(a_raw, DOT), relabelled(b_raw, DOT), relabelled(c_raw, DOT), relabelled(d_raw, DOT)
+        a8, b8, c8, d8 = powers(a, b, c, d, a_factor, b_factor, c_factor, d_factor, per_number(offset, a, 4))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
     acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
     acc, sums = start_values(acc, sums, c8, d8, first + 2, True, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p) + lane_sum(c_p) + lane_sum(d_p)
     acc, sums = wait_values(acc, sums, p)
+    return acc, total + sums
+
+
+@gluon.jit
+def fold_wide_step(acc, total, best, skipped, q, q_scale, lam, step, c, wg: gl.constexpr, p, s):
+    """As fold_step, for 256 keys that every row sees: a step costs more than its keys, so the longer the better.
+
+    `best` is per thread: asking others for it would hold up all that follows.
+    """
+    stage, parity = ring(c + step, p)
+    mbarrier.wait(s.full.index(stage), parity)
+    ab, cd = start_scores(q, stage, s, 0), start_scores(q, stage, s, 1)
+    first = 4 * stage
+    a_factor, b_factor = q_scale * word_of(s.scales, first, 4), q_scale * word_of(s.scales, first + 1, 4)
+    c_factor, d_factor = q_scale * word_of(s.scales, first + 2, 4), q_scale * word_of(s.scales, first + 3, 4)
+    factors = (a_factor, b_factor, c_factor, d_factor)
+    a_raw, b_raw = halves(warpgroup_mma_wait(1, deps=(ab,)))
+    a_top, b_top = unit_top(a_raw, a_factor), unit_top(b_raw, b_factor)
+    if p.SECOND:
+        c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
+        tops = (a_top, b_top, unit_top(c_raw, c_factor), unit_top(d_raw, d_factor))
+        best, alpha, wanted, idle = judged(best, tops, lam, word_of(s.needed, stage, 4), s.votes.index(wg), p)
+        skipped += idle
+        if wanted == 15:
+            acc, total = with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s)
+        else:
+            acc, total = shrunk(acc, total, alpha)
+            offset = P_SHIFT - best
+            acc, total = with_some_units(acc, total, a_raw, b_raw, a_factor, b_factor, offset, wanted & 3, first, p, s)
+            acc, total = with_some_units(
+                acc, total, c_raw, d_raw, c_factor, d_factor, offset, wanted >> 2, first + 2, p, s
+            )
+    else:
+        top = gl.maximum(a_top, b_top)
+        c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
+        top = gl.maximum(top, gl.maximum(unit_top(c_raw, c_factor), unit_top(d_raw, d_factor)))
+        best, alpha = follow(best, gl.full([ROWS, 4], 1.0, gl.float32, GROUPS), top, p.SLACK)
+        acc, total = with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s)
     mbarrier.arrive(s.empty.index(stage), count=1)
-    return acc, total + sums, best_now
+    return acc, total, best, skipped
 
 
 @gluon.jit
@@ -895,12 +995,16 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
     LEAP: gl.constexpr = PROMOTE // 2 if WIDE else PROMOTE
     if WIDE:
         best, base = per_thread(best), per_thread(base)
+        if p.SECOND:
+            lam = per_thread(gl.where(rows < t.at.q_len, lam, float("inf")))
     begin = first
     while begin < last:
         end = gl.minimum(begin + LEAP, last)
         for step in range(begin, end):
             if WIDE:
-                acc, total, best = fold_wide_step(acc, total, best, q, q_scale, step, c, p, s)
+                acc, total, best, skipped = fold_wide_step(
+                    acc, total, best, skipped, q, q_scale, lam, step, c, wg, p, s
+                )
             else:
                 acc, total, best, skipped = fold_step(
                     acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg, p, s, MASK, TAIL
@@ -1019,7 +1123,7 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     c = 0
     turn = 0
-    tile, piece, t, q_scale = next_tile(turn, wg, True, p, s)
+    tile, t, q_scale = next_tile(turn, wg, True, p, s)
     while tile >= 0:
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale *= p.scale
@@ -1053,14 +1157,17 @@ def consumer(wg: gl.constexpr, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batc
         if p.SECOND:
             note_skips(skipped, t, wg, p)
         c += t.steps
+        last = tile * 0 + 1
+        piece = last
+        if p.DIVIDED:
+            piece = word_of(s.ticket, 6 + (turn & 1), 4)  # only now: the loops have no register for it
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         row_total = row_sums(total, p)
-        last = tile * 0 + 1
         if p.DIVIDED:
             if piece >= 0:
                 acc, row_total, best, last = pieces_joined(acc, row_total, best, tile, piece, wg, p)
         turn += 1
-        tile, piece, after, q_scale = next_tile(turn, wg, True, p, s)  # meanwhile these rows are written
+        tile, after, q_scale = next_tile(turn, wg, True, p, s)  # meanwhile these rows are written
         if last != 0:
             store_rows(
                 acc, row_total, best, t, wg, p, s, V_SCALE, V_MEAN, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV
@@ -1103,7 +1210,7 @@ def attend(
         heads, group, q_len, k_len, q_tokens, k_tokens, q_blocks, first_block, k_blocks, k_slots, padded, tiles,
         whole, pieces, left, right, scale, COUNTS, CUTS, LISTS, TICKETS, Q_SCALE, K_SCALE, VALID, Q_ENDS, K_ENDS,
         V_FINITE, LAMBDA, SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND,
-        64 * WGS, SLACK, UNITS, not SECOND and UNITS * UNIT > BK, DIVIDED,
+        64 * WGS, SLACK, UNITS, (UNITS == 4 or not SECOND) and UNITS * UNIT > BK, DIVIDED,
     )  # fmt: skip
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -1119,7 +1226,7 @@ def attend(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, UNITS * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [UNITS * STAGES, DVP, UNIT], v_boxes.layout),
-        ones, exact, gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        ones, exact, gl.allocate_shared_memory(gl.int8, [WGS, 4 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [8, 1], WORDS), slots,
         gl.allocate_shared_memory(gl.float32, [UNITS * STAGES, 1], WORDS),
         gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], WORDS),

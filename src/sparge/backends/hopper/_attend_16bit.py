@@ -62,7 +62,7 @@ class Shared:
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, 128, D]
     v: gl.shared_memory_descriptor  # [2 STAGES, 1, 1, 64, DVP]
     rows: gl.shared_memory_descriptor  # [WGS, 64, DVP]: on their way out
-    votes: gl.shared_memory_descriptor  # [WGS, 64]: of the second stage
+    votes: gl.shared_memory_descriptor  # [WGS, 256]: of the second stage
     ticket: gl.shared_memory_descriptor  # [8, 1]
     slots: gl.shared_memory_descriptor  # [2, 1]: 0, 1
     q_full: gl.shared_memory_descriptor
@@ -111,7 +111,7 @@ def step_of(t, step, p, MASK: gl.constexpr):
         a_scale = gl.where(a_scale == 0, 1.0, a_scale)
         b_scale = gl.where(b_scale == 0, 1.0, b_scale)
     b_real = second_is_real(t, step, p.BK, False)  # read where steps mask
-    return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, a_key, b_key, p))
+    return Step(a_key, b_key, b_real, a_scale, b_scale, needed_units(t, (a_key, b_key), p))
 
 
 # ---- the producer
@@ -322,7 +322,7 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 16])
     c = 0
     turn = 0
-    tile, _, t, q_scale = next_tile(turn, wg, INT8, p, s)
+    tile, t, q_scale = next_tile(turn, wg, INT8, p, s)
     while tile >= 0:
         rows = t.first_row + wg * ROWS + gl.arange(0, ROWS, ROW)
         q_scale *= p.scale
@@ -347,7 +347,7 @@ def consumer(wg: gl.constexpr, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row,
         c += t.steps
         mbarrier.arrive(s.q_empty.index(turn & 1), count=1)
         turn += 1
-        tile, _, after, q_scale = next_tile(turn, wg, INT8, p, s)  # meanwhile these rows are written
+        tile, after, q_scale = next_tile(turn, wg, INT8, p, s)  # meanwhile these rows are written
         store_rows(acc, total, best, t, wg, p, s, LSE_TERM, OUT, LSE, o_batch, o_head, o_row, DV, INT8)
         t = after
 
@@ -389,7 +389,7 @@ def attend(
         gl.allocate_shared_memory(k_boxes.dtype, [STAGES, 1, 1, 2 * UNIT, D], k_boxes.layout),
         gl.allocate_shared_memory(v_boxes.dtype, [2 * STAGES, 1, 1, UNIT, DVP], v_boxes.layout),
         gl.allocate_shared_memory(OUT.dtype.element_ty, [WGS, ROWS, DVP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
-        gl.allocate_shared_memory(gl.int32, [WGS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int8, [WGS, 4 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), slots,
         barriers(2, 1), barriers(2, WGS), barriers(STAGES, 1), barriers(STAGES, WGS), barriers(2, 1),
     )  # fmt: skip

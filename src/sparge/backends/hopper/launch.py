@@ -185,7 +185,7 @@ def _plan(
     registers, at_launch = REGISTERS[warpgroups]
     divisible = _divisible(problem, size, second)
     counters = power_of_two(1 + processors * warpgroups) if divisible else 1
-    units = _units(problem, size, warpgroups, second)
+    units = _units(problem, size, warpgroups)
     constants: dict[str, Any] = {
         "D": size.dp, "DVP": size.dvp, "DV": size.value_dim, "WGS": warpgroups, "BQ": block[0], "BK": block[1],
         "UNITS": units, "STAGES": _stages(size, warpgroups, units), "CUTS_FIRST": cuts_anywhere(problem),
@@ -231,11 +231,11 @@ def _pieces(tiles: int, processors: int, k_len: int) -> Pieces:
     return Pieces(tiles, tiles - rest if count > 1 else tiles, count)
 
 
-def _units(problem: Signature, size: Sizes, warpgroups: int, second: bool) -> int:
+def _units(problem: Signature, size: Sizes, warpgroups: int) -> int:
     """Of 64 keys in a whole step: four where registers allow it and lists are long enough to fill such steps."""
     widest = NARROW // 2 if problem.needs_lse else NARROW  # exact sums of rows keep probabilities in registers
     long = size.k_len >= WIDE_FROM[problem.needs_lse]
-    return 4 if warpgroups == 2 and size.dvp <= widest and not second and long else 2
+    return 4 if warpgroups == 2 and size.dvp <= widest and long else 2
 
 
 def _stages(size: Sizes, warpgroups: int, units: int) -> int:

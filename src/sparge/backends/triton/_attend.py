@@ -154,7 +154,7 @@ def attend_keys(
         # NaN differences (infinite scores, or none but -inf so far) and values that are not finite are always wanted.
         undefined = tl.max((raw != raw).to(tl.int32), 1)
         if UNITS == 2:
-            undefined = undefined | tl.max((raw_2 != raw_2).to(tl.int32), 1)
+            undefined = undefined | tl.max((raw_2 != raw_2).to(tl.int32), 1) | (factor_2 != factor_2).to(tl.int32)
         ask = ~(local - best_now < lam) | (undefined != 0) | (factor != factor)
         group_sees = tl.full([BM // GROUP], 1, tl.int32)
         if MASK:
