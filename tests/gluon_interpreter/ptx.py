@@ -87,15 +87,14 @@ INSTRUCTIONS = {
     "sub.f32": lambda x, y: _float(x - y),
     "mul.f32": lambda x, y: _float(x * y),
     "max.f32": lambda x, y: _float(np.fmax(x, y)),
-    "and.pred": lambda x, y: x & y,
     "and.b32": lambda x, y: x & np.asarray(y).astype(x.dtype),
     "or.b32": lambda x, y: x | y,
     "or.pred": lambda x, y: x | y,
     "selp.f32": lambda x, y, p: np.where(p, x, y),
     "setp.gt.f32": lambda x, y: x > y,
-    "setp.lt.f32": lambda x, y: x < y,
     "setp.neu.f32": lambda x, y: ~(x == y),
     "setp.geu.f32": lambda x, y: ~(x < y),
+    "setp.geu.or.f32": lambda x, y, or_: ~(x < y) | or_,
     "setp.ne.s32": lambda x, y: x != y,
     "shfl.sync.bfly.b32": _bfly,
     "vote.sync.any.pred": lambda x, _: _to_all(x.any(-1), x),
@@ -127,7 +126,7 @@ def carry_out(code: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarra
         while label := re.match(r"(\w+):\s*", statement):
             active = active | ahead.pop(label[1], False)
             statement = statement[label.end() :]
-        if not statement:
+        if not statement or not np.any(active):
             continue
         guard = re.match(r"@(!?)(\w+) ", statement)
         follows = active

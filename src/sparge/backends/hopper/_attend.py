@@ -851,52 +851,57 @@ def judge_code(BK):
     $5, of tops of four units $6 to $13, and thresholds $14 $15, which are infinite for rows that do not exist.
 
     Flags are bits of units, of blocks of BK keys, that some row of the warp wants, in list order, each judged after
-    those before it; 16, if a row exists. A thread's top does for its row's where none exceeds the best so far: what
-    counts then is whether any thread has a score near enough. What is not below the threshold is wanted, NaN too.
+    those before it. Where no top exceeds its row's best, a thread's does for its row's: what counts then is whether any
+    thread has a score near enough. What is not below the threshold is wanted, NaN too.
     """
-    tops = [[f"t{unit}{i}" for unit in range(4)] for i in range(2)]
-    code = "{ .reg .pred p0, p1, wants, some; .reg .f32 o, a0, a1, least; .reg .b32 flags, there; "
-    code += f".reg .f32 {', '.join(tops[0] + tops[1])}; "
+    units = range(4)
+    of_block = [[unit] if BK == 64 else [unit // 2 * 2, unit // 2 * 2 + 1] for unit in units]
+    tops = [[f"t{unit}_{i}" for unit in units] for i in range(2)]
+    code = "{ .reg .pred p0, p1, some; .reg .b32 flags; .reg .f32 o, a0, a1, l0, l1; "
+    code += "".join(f".reg .pred w{unit}; " for unit in units) + f".reg .f32 {', '.join(tops[0] + tops[1])}; "
     for i in range(2):
-        for unit in range(4):
-            code += f"mov.f32 {tops[i][unit]}, ${6 + 2 * unit + i}; "
-        code += f"max.f32 o, {tops[i][0]}, {tops[i][1]}; max.f32 o, o, {tops[i][2]}; max.f32 o, o, {tops[i][3]}; "
-        code += f"setp.gt.f32 p{i}, o, ${i}; mov.f32 a{i}, ${i}; "
-    code += "or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @!some bra.uni JUDGE; "
+        code += "".join(f"mov.f32 {tops[i][unit]}, ${6 + 2 * unit + i}; " for unit in units)
+        code += f"max.f32 a{i}, {tops[i][0]}, {tops[i][1]}; max.f32 o, {tops[i][2]}, {tops[i][3]}; "
+        code += f"max.f32 a{i}, a{i}, o; setp.gt.f32 p{i}, a{i}, ${i}; add.f32 l{i}, ${i}, ${14 + i}; "
+    code += "mov.b32 flags, 0; or.pred some, p0, p1; vote.sync.any.pred some, some, -1; @some bra.uni EXCEEDED; "
+    for unit in units:
+        every = [(tops[i][near], f"l{i}") for near in of_block[unit] for i in range(2)]
+        code += f"setp.geu.f32 w{unit}, {every[0][0]}, {every[0][1]}; "
+        code += "".join(f"setp.geu.or.f32 w{unit}, {top}, {least}, w{unit}; " for top, least in every[1:])
+    code += "".join(f"@w{unit} or.b32 flags, flags, {1 << unit}; " for unit in units) + "bra.uni JUDGED; EXCEEDED: "
     for top in tops[0] + tops[1]:
         for other in (1, 2):
             code += f"shfl.sync.bfly.b32 o, {top}, {other}, 31, -1; max.f32 {top}, o, {top}; "
-    code += "JUDGE: mov.b32 flags, 0; "
     for i in range(2):
-        code += f"setp.lt.f32 some, ${14 + i}, 0f7F800000; mov.b32 there, 0; @some mov.b32 there, 16; "
-        for unit in range(4):
-            of_block = tops[i][unit : unit + 1] if BK == 64 else tops[i][unit // 2 * 2 : unit // 2 * 2 + 2]
-            for top in of_block:
-                code += f"max.f32 a{i}, a{i}, {top}; "
-            code += f"add.f32 least, a{i}, ${14 + i}; "
-            for top in of_block:
-                code += f"setp.geu.f32 wants, {top}, least; and.pred wants, wants, some; "
-                code += f"@wants or.b32 there, there, {1 << unit}; "
-        code += "or.b32 flags, flags, there; "
+        code += f"mov.f32 a{i}, ${i}; "
+        for unit in units:
+            code += "".join(f"max.f32 a{i}, a{i}, {tops[i][near]}; " for near in of_block[unit])
+            code += f"add.f32 l{i}, a{i}, ${14 + i}; "
+            for near in of_block[unit]:
+                code += f"setp.geu.f32 some, {tops[i][near]}, l{i}; @some or.b32 flags, flags, {1 << unit}; "
         code += f"sub.f32 o, ${i}, a{i}; ex2.approx.ftz.f32 o, o; mul.f32 ${2 + i}, ${2 + i}, o; mov.f32 ${i}, a{i}; "
-    return code + "redux.sync.or.b32 flags, flags, 0xffffffff; mov.b32 $4, flags; mov.b32 $5, flags; }"
+    return code + "JUDGED: redux.sync.or.b32 flags, flags, 0xffffffff; mov.b32 $4, flags; mov.b32 $5, flags; }"
 
 
 @gluon.jit
-def judged(best, tops, lam, needed, board, p):
-    """The rows' best after four units, what sums shrink by, units a warpgroup wants, and blocks it could skip."""
-    CODE: gl.constexpr = judge_code(p.BK)
-    ones = gl.full([ROWS, 4], 1.0, gl.float32, GROUPS)
+def judged(best, tops, lam, board, BK: gl.constexpr):
+    """The rows' best after four units, what sums shrink by, and the units that a warpgroup wants."""
+    CODE: gl.constexpr = judge_code(BK)
     a, b, c, d = tops
     best, alpha, flags = gl.inline_asm_elementwise(
-        CODE, "=f,=f,=f,=f,=r,=r,f,f,f,f,f,f,f,f,f,f,0,1,2,3", [a, b, c, d, lam, best, ones],
+        CODE, "=f,=f,=f,=f,=r,=r,f,f,f,f,f,f,f,f,f,f,0,1,2,3",
+        [a, b, c, d, lam, best, gl.full([ROWS, 4], 1.0, gl.float32, GROUPS)],
         dtype=(gl.float32, gl.float32, gl.int32), is_pure=True, pack=2,
     )  # fmt: skip
-    flags = of_all_warps(flags, board)
-    wanted = (flags & 15) | needed
-    idle = gl.where(flags >= 16, ~wanted & 15, 0)
-    idle = (idle & 5) + (idle >> 1 & 5)  # of each two
-    return best, alpha, wanted, (idle & 3) + (idle >> 2) if p.BK == 64 else (idle & 2) // 2 + (idle >> 3)
+    return best, alpha, of_all_warps(flags, board)
+
+
+@gluon.jit
+def blocks_in(units, BK: gl.constexpr):
+    """How many blocks are whole among a set of four units."""
+    if BK == 128:
+        units &= units >> 1 & 5
+    return (units & 1) + (units >> 1 & 1) + (units >> 2 & 1) + (units >> 3)
 
 
 @gluon.jit
@@ -962,11 +967,12 @@ def fold_wide_step(acc, total, best, skipped, q, q_scale, lam, step, c, wg: gl.c
     if p.SECOND:
         c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
         tops = (a_top, b_top, unit_top(c_raw, c_factor), unit_top(d_raw, d_factor))
-        best, alpha, wanted, idle = judged(best, tops, lam, word_of(s.needed, stage, 4), s.votes.index(wg), p)
-        skipped += idle
+        best, alpha, wanted = judged(best, tops, lam, s.votes.index(wg), p.BK)
+        wanted = wanted | word_of(s.needed, stage, 4)
         if wanted == 15:
             acc, total = with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s)
         else:
+            skipped += blocks_in(~wanted & 15, p.BK)
             acc, total = shrunk(acc, total, alpha)
             offset = P_SHIFT - best
             acc, total = with_some_units(acc, total, a_raw, b_raw, a_factor, b_factor, offset, wanted & 3, first, p, s)
@@ -1103,8 +1109,9 @@ def store_rows(acc, row_total, best, t, wg: gl.constexpr, p, s, V_SCALE, V_MEAN,
 
 @gluon.jit
 def note_skips(skipped, t, wg: gl.constexpr, p):
-    """Add the blocks that a warpgroup's rows skipped to those of the rows they are counted with."""
+    """Add the blocks that a warpgroup's rows skipped, if there are any, to those of the rows they are counted with."""
     inside = t.first_row % p.BQ + wg * ROWS
+    skipped = gl.where(t.first_row + wg * ROWS < t.at.q_len, skipped, 0)
     gl.atomic_add(p.SKIPPED + t.slot * (p.BQ // p.SKIP_ROWS) + inside // p.SKIP_ROWS, skipped)
 
 
