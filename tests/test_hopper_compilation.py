@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 
@@ -108,6 +109,40 @@ def test_steps_are_wide_where_lists_are_long_and_registers_suffice(
 ):
     call = call_of(block, dim, False, needs_lse, tokens=tokens, pv_threshold=pv_threshold)
     assert attend_launch(monkeypatch, *call)[2]["UNITS"] == units
+
+
+def call_of_two_dims(dim: int, value_dim: int, block=(128, 64), **config) -> tuple[Inputs, SparseConfig]:
+    query, key, value = (torch.empty(1, 2, LONG, n, dtype=torch.bfloat16) for n in (dim, dim, value_dim))
+    inputs = prepare_inputs(query, key, value, is_causal=True, needs_lse=False)
+    return inputs, SparseConfig(quantization="int8-fp8", block=block, **config)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (256, 64), (128, 256)], ids=str)
+def test_values_of_another_width_fit(monkeypatch, dim, value_dim):
+    """192 channels of keys and 128 of values are what latent attention has."""
+    resources = compiled_for(monkeypatch, *call_of_two_dims(dim, value_dim))
+    assert resources.shared_bytes <= aot.SHARED_MEMORY_LIMIT[ARCH] * 1024
+    assert not resources.serialized
+
+
+@pytest.mark.parametrize("needs_lse", [False, True])
+@pytest.mark.parametrize("second", [None, -4.0])
+@pytest.mark.parametrize("block", [(128, 64), (192, 64), (256, 128)], ids=str)
+def test_whatever_is_taken_fits(monkeypatch, block, second, needs_lse):
+    pose_as_hopper(monkeypatch)
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda self, inputs, config: None)
+    for dim, value_dim in itertools.product((40, 64, 96, 128, 160, 192, 256), repeat=2):
+        inputs, config = call_of_two_dims(dim, value_dim, block, pv_threshold=second)
+        problem = replace(inputs, needs_lse=needs_lse).signature
+        refusal = launch.HopperBackend().unsupported(inputs, config)
+        if refusal is not None:
+            assert block[0] == 192
+            assert max(dim, value_dim) > 128
+            continue
+        size, warpgroups = launch.Sizes.of(problem, block, True), launch._warpgroups(block[0])
+        units = launch._units(problem, size, warpgroups)
+        used = launch._shared_bytes(size, warpgroups, units, launch._stages(size, warpgroups, units))
+        assert used <= launch.SHARED_BYTES
 
 
 @pytest.mark.parametrize(

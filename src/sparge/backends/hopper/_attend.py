@@ -9,13 +9,14 @@ much work and rows with little even out.
 
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
-nothing. Steps of 256 keys make half of the probabilities without the exponential unit (`_powers`), unless sums have to
-be exact for an LSE. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities
+nothing. Steps of 256 keys make most probabilities without the exponential unit (`_powers`), unless sums have to be
+exact for an LSE. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities
 should be divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared
 memory, or, with more than 128 channels, in scratch that stays in L2.
 
 The second stage asks, block by block, whether some row of the warpgroup has a score near enough to its best; if none
-has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere.
+has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere. Where all four units of
+a wide step are wanted, that costs little but one exchange between warps.
 """
 
 from triton.experimental import gluon

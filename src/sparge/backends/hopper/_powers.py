@@ -33,7 +33,7 @@ OCTAVE = 1024  # steps of 16-bit floats from one power of two to the next
 COARSE = 16
 FINEST, COARSEST = 2.0**-11 * 0.9995, 2.0**-7 * 0.9995
 ABOVE_SHARES = 2.0**23
-# Where counting begins is read off the lower bits beside 1.5 * 2^23. Of factors that fit no score exceeds a quarter of
+# Where counting begins is read off the lower bits beside 1.5 * 2^23. Of factors that fit no score exceeds half of
 # FAR octaves, or of 16 FAR: what is relative to a best beyond is 0.
 ABOVE_STEPS, ABOVE_STEPS_BITS = 1.5 * 2.0**23, 0x4B400000
 FAR = 4096 - 64

@@ -89,7 +89,7 @@ class HopperBackend(TritonBackend):
             return "takes head_dim 33 to 256"
         if _warpgroups(config.block[0]) is None or config.block[1] not in BLOCK_KEYS:
             return f"takes blocks of 128, 192 or 256 rows and 64 or 128 keys, not {config.block}"
-        if _warpgroups(config.block[0]) == 3 and inputs.value.shape[-1] > NARROW:
+        if _warpgroups(config.block[0]) == 3 and max(inputs.query.shape[-1], inputs.value.shape[-1]) > NARROW:
             return f"takes blocks of 128 or 256 rows with head_dim above {NARROW}, not {config.block}"
         return None if config.quantization in ("auto", "int8-fp8") else launch_16bit.refusal_of(inputs, config)
 
@@ -232,17 +232,21 @@ def _pieces(tiles: int, processors: int, k_len: int) -> Pieces:
 
 
 def _units(problem: Signature, size: Sizes, warpgroups: int) -> int:
-    """Of 64 keys in a whole step: four where registers allow it and lists are long enough to fill such steps."""
+    """Of 64 keys in a whole step: four where registers and shared memory allow it, and lists are long enough to fill
+    such steps."""
     widest = NARROW // 2 if problem.needs_lse else NARROW  # exact sums of rows keep probabilities in registers
-    long = size.k_len >= WIDE_FROM[problem.needs_lse]
-    return 4 if warpgroups == 2 and size.dvp <= widest and long else 2
+    fits = warpgroups == 2 and size.dvp <= widest and _shared_bytes(size, warpgroups, 4, 2) <= SHARED_BYTES
+    return 4 if fits and size.k_len >= WIDE_FROM[problem.needs_lse] else 2
 
 
 def _stages(size: Sizes, warpgroups: int, units: int) -> int:
-    """K and V stages of so many units: four if they fit beside two tiles of Q and the float32 sums, else two."""
+    return 4 if _shared_bytes(size, warpgroups, units, 4) <= SHARED_BYTES else 2
+
+
+def _shared_bytes(size: Sizes, warpgroups: int, units: int, stages: int) -> int:
+    """K and V stages of so many units, two tiles of Q, the float32 sums, and some for what is small."""
     sums = 4 * size.dvp if size.dvp <= NARROW else 0
-    stage, rest = units * UNIT * (size.dp + size.dvp), warpgroups * ROWS * (2 * size.dp + sums) + 2048
-    return 4 if 4 * stage + rest <= SHARED_BYTES else 2
+    return stages * units * UNIT * (size.dp + size.dvp) + warpgroups * ROWS * (2 * size.dp + sums) + 2048
 
 
 @functools.cache
