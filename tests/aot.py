@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,8 +74,13 @@ def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[s
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=options.__dict__)
-    report = _assemble(compiled.asm["ptx"], arch)
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+    report = said.getvalue()
+    if "registers" not in report:  # compiled before
+        report = _assemble(compiled.asm["ptx"], arch)
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
     ptx, serialized = compiled.asm["ptx"], "instructions are serialized" in report

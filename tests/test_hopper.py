@@ -242,6 +242,25 @@ def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog, a
             torch.testing.assert_close(got.lse, want.lse, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 128), (128, 200)])
+def test_values_of_another_width_give_what_the_portable_kernel_gives(dim, value_dim, watchdog, any_step):
+    """192 channels of keys and 128 of values are what latent attention has."""
+    rng = random.Random(f"widths {dim} {value_dim}")
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="int8-fp8", rule="topk", topk=0.6)
+    for _ in range(fewer(20, 2)):
+        q_len, k_len = rng.randint(1, fewer(600, 300)), rng.randint(300, fewer(5000, 700))
+        q, k, v = (torch.randn(1, 2, n, d, device=DEVICE, dtype=torch.bfloat16)
+                   for n, d in ((q_len, dim), (k_len, dim), (k_len, value_dim)))  # fmt: skip
+        inputs = replace(problem(q, k, v, is_causal=rng.random() < 0.5), needs_lse=rng.random() < 0.3)
+        any_step(rng)
+        assert HOPPER.unsupported(inputs, config) is None
+        blocks = HOPPER.summarize(inputs, config)
+        mask = HOPPER.select(blocks, config)
+        got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+        assert_same_rows(got.values.float(), want.values.float())
+
+
 @pytest.mark.parametrize("k_len", [40, 64, 150, 192])
 def test_rows_whose_scores_are_all_far_below_zero(k_len, watchdog):
     """Empty units have scale 0; what hides them must not pass for a score of 0, the best of such a row."""
