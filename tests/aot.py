@@ -9,11 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -74,29 +72,17 @@ def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[s
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, constants, attributes)
-    said = io.StringIO()
-    with triton.knobs.nvidia.scope(), redirect_stdout(said):
-        triton.knobs.nvidia.dump_ptxas_log = True
+    said = io.StringIO()  # what ptxas says, with the options that Triton gives it
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=target, options=options.__dict__)
     report = said.getvalue()
-    if "registers" not in report:  # compiled before
-        report = _assemble(compiled.asm["ptx"], arch)
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
     ptx, serialized = compiled.asm["ptx"], "instructions are serialized" in report
     return Resources(
         kernel.__name__, arch, compiled.metadata.shared, spills, registers, serialized, ptx, compiled.asm["cubin"]
     )
-
-
-def _assemble(ptx: str, arch: int) -> str:
-    """What ptxas says."""
-    suffix = "a" if arch >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(source) + ".o"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @contextmanager

@@ -31,11 +31,12 @@ def main() -> None:
             ends = [torch.tensor(n, device="cuda") for n in ([0, 70, 200], [0, 130, 333])]
             packed = (x[0].transpose(0, 1) for x in (q, k, v))
             sparge.varlen_attention(*packed, *ends, 130, 203, is_causal, config=config, return_lse=True)
-    config = SparseConfig(quantization="int8-fp8")
-    for tokens in (333, max(WIDE_FROM.values()) + 333):  # steps of 128 keys, and of 256
-        q = torch.randn(1, 4, 200, 128, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(1, 2, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        for is_causal in (False, True):
+    # Steps of 128 keys, and of 256, and keys too wide for these
+    for tokens, dim in ((333, 128), (max(WIDE_FROM.values()) + 333, 128), (max(WIDE_FROM.values()) + 333, 192)):
+        q = torch.randn(1, 4, 200, dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, 2, tokens, n, device="cuda", dtype=torch.bfloat16) for n in (dim, 128))
+        for is_causal, threshold in ((False, None), (True, None), (True, -2.0)):
+            config = SparseConfig(quantization="int8-fp8", pv_threshold=threshold)
             sparge.attention(q, k, v, is_causal=is_causal, enable_gqa=True, config=config)
     torch.cuda.synchronize()
 

@@ -68,6 +68,11 @@ def _words(way: str, row: int | None = None) -> list[tuple[int, int]]:
     return [(unit, word) for unit, word in every if GROUPS[unit % 2][word] == way and row in (None, word % 2)]
 
 
+def _joined(unit: int, word: int) -> str:
+    """A word of its two pairs."""
+    return f"mov.b32 ${WORDS * unit + word}, {{e{unit}_{2 * word}, e{unit}_{2 * word + 1}}}; "
+
+
 def _powers(unit: int, word: int) -> str:
     """By the exponential unit."""
     code = ""
@@ -84,7 +89,7 @@ def _packed(unit: int, word: int) -> str:
     for pair in (2 * word, 2 * word + 1):
         high, low = f"y{unit}_{2 * pair + 1}", f"y{unit}_{2 * pair}"
         code += f"cvt.rn.satfinite.e4m3x2.f32 e{unit}_{pair}, {high}, {low}; "
-    return code + f"mov.b32 ${WORDS * unit + word}, {{e{unit}_{2 * word}, e{unit}_{2 * word + 1}}}; "
+    return code + _joined(unit, word)
 
 
 def _line(unit: int, word: int, way: str, coarse: int) -> str:
@@ -100,7 +105,7 @@ def _line(unit: int, word: int, way: str, coarse: int) -> str:
         if way == ARC:
             code += f"add.u32 {x}, {a}, {_twice(APART)}; fma.rn.f16x2 {a}, {a}, root, {x}; "
         code += f"cvt.rn.satfinite.e4m3x2.f16x2 e{unit}_{pair}, {a}; "
-    return code + f"mov.b32 ${WORDS * unit + word}, {{e{unit}_{2 * word}, e{unit}_{2 * word + 1}}}; "
+    return code + _joined(unit, word)
 
 
 def _scales(coarse: int) -> str:

@@ -106,8 +106,11 @@ def prepare_sizes(kind: str, chip: int, widest: int, dtype: torch.dtype) -> dict
     warps = 4 if kind in ("SAMPLE", "VALUES") or (chip == 90 and kind != "REPAIR") else 8  # four would spill elsewhere
     stages = 3 if chip == 90 else 2
     sizes = {"TILE": SAMPLE_TILE if kind == "SAMPLE" else 64, "num_warps": warps, "num_stages": stages}
-    # The assembler would take more, and fewer programs would share a multiprocessor.
-    return sizes | {"maxnreg": 168 if widest > 64 else 128} if kind == "VALUES" else sizes
+    if kind != "VALUES":
+        return sizes
+    # The assembler would take more, and fewer programs would share a multiprocessor; elsewhere so few would spill.
+    most = {True: 168, False: 128} if chip == 90 else {True: 208, False: 152}
+    return sizes | {"maxnreg": most[widest > 64]}
 
 
 def select_sizes(chip: int, subblocks: int, widest: int, searches: bool) -> dict[str, int]:
