@@ -16,6 +16,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+BUILT: dict[str, Resources] = {}  # of this run: tests share kernels
 SHARED_MEMORY_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB one program may use
 
 
@@ -72,6 +73,13 @@ def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[s
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, constants, attributes)
+    key = f"{source.hash()} {arch} {sorted(options.__dict__.items(), key=str)}"
+    if key not in BUILT:
+        BUILT[key] = _built(kernel.__name__, source, options, target)
+    return BUILT[key]
+
+
+def _built(name: str, source: ASTSource, options: object, target: GPUTarget) -> Resources:
     said = io.StringIO()  # what ptxas says, with the options that Triton gives it
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(said):
         triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
@@ -81,7 +89,7 @@ def compile_kernel(kernel: JITFunction, args: tuple[object, ...], kwargs: dict[s
     registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
     ptx, serialized = compiled.asm["ptx"], "instructions are serialized" in report
     return Resources(
-        kernel.__name__, arch, compiled.metadata.shared, spills, registers, serialized, ptx, compiled.asm["cubin"]
+        name, target.arch, compiled.metadata.shared, spills, registers, serialized, ptx, compiled.asm["cubin"]
     )
 
 

@@ -24,7 +24,7 @@ from sparge.backends.triton.launch_select import select_by_parts, shares_of
 from sparge.backends.triton.plans import select_plan
 from sparge.inputs import Inputs, pack_inputs
 from sparge.packing import Packing
-from sparge.stages import Blocks
+from sparge.stages import Blocks, Output
 
 HOPPER, PORTABLE = HopperBackend(), TritonBackend()
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (CHIP // 10, CHIP % 10)
@@ -103,6 +103,14 @@ def assert_same_rows(got: Tensor, want: Tensor, quantization: str = "int8-fp8") 
     assert (error <= one_row * size).all()  # NaN fails, and so does anything but 0 where 0 is right
     if (size > 0).sum() >= 64:  # rows that saw something: the mean of few is any of them
         assert error.sum() <= all_rows * size.sum()
+
+
+def of_both(inputs: Inputs, config: SparseConfig) -> tuple[Output, ...]:
+    """What Hopper's and the portable kernel give, of the same copies and mask."""
+    assert HOPPER.unsupported(inputs, config) is None
+    blocks = HOPPER.summarize(inputs, config)
+    mask = HOPPER.select(blocks, config)
+    return tuple(backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
 
 
 def a_problem(rng: random.Random, dim: int) -> Inputs:
@@ -233,10 +241,7 @@ def test_packed_sequences_give_what_the_portable_kernel_gives(block, watchdog, a
         inputs = pack_inputs(q, k, v, ends, longest, is_causal, None, None, needs_lse)
         config = SparseConfig(quantization="int8-fp8", block=block, rule="topk", topk=rng.choice((0.3, 1.0)))
         any_step(rng)
-        assert HOPPER.unsupported(inputs, config) is None
-        blocks = HOPPER.summarize(inputs, config)
-        mask = HOPPER.select(blocks, config)
-        got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+        got, want = of_both(inputs, config)
         assert_same_rows(got.values.float(), want.values.float())
         if needs_lse:
             torch.testing.assert_close(got.lse, want.lse, atol=1e-3, rtol=1e-4)
@@ -254,10 +259,7 @@ def test_values_of_another_width_give_what_the_portable_kernel_gives(dim, value_
                    for n, d in ((q_len, dim), (k_len, dim), (k_len, value_dim)))  # fmt: skip
         inputs = replace(problem(q, k, v, is_causal=rng.random() < 0.5), needs_lse=rng.random() < 0.3)
         any_step(rng)
-        assert HOPPER.unsupported(inputs, config) is None
-        blocks = HOPPER.summarize(inputs, config)
-        mask = HOPPER.select(blocks, config)
-        got, want = (backend.attend(blocks, mask, config) for backend in (HOPPER, PORTABLE))
+        got, want = of_both(inputs, config)
         assert_same_rows(got.values.float(), want.values.float())
 
 

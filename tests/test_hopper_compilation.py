@@ -326,7 +326,7 @@ def test_the_probe_compiles_and_fits(
     # With Triton 3.9 one number is read again where bfloat16 scores of four warpgroups are masked.
     assert max(spills[warpgroups:]) <= (1 if plain and warpgroups == 4 else 0)
     # Outside of them, what a tile begins with may wait in memory.
-    assert resources.spill_bytes <= {1: 0, 2: 0, 4: 400}[warpgroups]
+    assert resources.spill_bytes <= {1: 0, 2: 0, 4: 480}[warpgroups]
     assert not resources.serialized
     assert ("m64n128k16.f32.bf16.bf16" if plain else "m64n128k32.s32.s8.s8") in resources.ptx
     assert "cp.async.bulk.tensor" in resources.ptx
