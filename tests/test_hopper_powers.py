@@ -30,9 +30,9 @@ from sparge.backends.hopper._powers import (
 )
 
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
-# Factors that count single steps, 16 at once, and that make all words exact; close to the largest of the first two
-FINE, BROAD, BROADEST = np.float32(2.0**-12), np.float32(2.0**-9), np.float32(2.0**-6)
-LAST_FINE, LAST_BROAD = np.float32(0.000488), np.float32(0.0078)
+# Factors that count single steps, four at once, and that make all words exact; close to the largest of the first two
+FINE, BROAD, BROADEST = np.float32(2.0**-12), np.float32(2.0**-10), np.float32(2.0**-6)
+LAST_FINE, LAST_BROAD = np.float32(0.000488), np.float32(0.00195)
 
 
 def powers(exponents: np.ndarray, factor: np.float32 = FINE, offset: float = -3.0) -> dict[str, np.ndarray]:
@@ -81,6 +81,57 @@ def test_whole_exponents_are_exact():
     """Most of a row's weight may lie with the score that the others are relative to."""
     for numbers in powers(np.arange(-5.0, 9.0)).values():
         assert (numbers == np.exp2(np.arange(-5.0, 9.0))).all()
+
+
+@pytest.mark.parametrize("factor", [FINE, LAST_FINE, BROAD, LAST_BROAD, BROADEST], ids=str)
+def test_the_score_that_others_are_relative_to_is_exact(factor):
+    raw = np.random.default_rng(1).integers(-(1 << 15), 1 << 15, 20_000).astype(np.int32)
+    offset = (8 - raw * np.float64(factor)).astype(np.float32)
+    for way, numbers in by_way(raw, factor, offset, raw.size).items():
+        assert (numbers == 256).all(), way
+
+
+def test_the_mixture_adds_little_to_the_error_of_attention():
+    """Over random inputs, relative L1 against float64, with int8 scores and e4m3 values."""
+    rng, rows, keys, dim = np.random.default_rng(2), 64, 8192, 128
+    q, k, v = (rng.standard_normal((n, dim)) for n in (rows, keys, keys))
+    weights = np.exp(q @ k.T / dim**0.5)
+    want = weights @ v / weights.sum(1, keepdims=True)
+    q_scale, k_scale = np.abs(q).max(1) / 127, np.abs(k).reshape(-1, 64 * dim).max(1) / 127
+    raw = (np.round(q / q_scale[:, None]) @ np.round(k / k_scale.repeat(64)[:, None]).T).astype(np.int32)
+    factors = (q_scale[:, None] * k_scale * (1.4426950408889634 / dim**0.5)).astype(np.float32)
+    offset = (8 - (raw * factors.repeat(64, 1)).max(1)).astype(np.float32)
+    # Of each thread two rows and, of each 64 keys, sixteen: words of four belong to the rows in turns.
+    threads = raw.reshape(rows // 2, 2, keys // 256, UNITS, 4, 4, 4).transpose(
+        3, 5, 1, 6, 0, 2, 4
+    )  # then pair, step, lane
+    row_of = np.arange(4 * WORDS) // 4 % 2
+    shape = threads.shape[4:]
+    given = {}
+    for unit in range(UNITS):
+        numbers = threads[unit].reshape(4 * WORDS, -1)
+        own = factors.reshape(rows // 2, 2, keys // 256, UNITS)[..., unit].transpose(1, 0, 2)[..., None]
+        for n in range(4 * WORDS):
+            given[f"${UNITS * WORDS + 4 * WORDS * RAWS[unit] + n}"] = numbers[n]
+            given[f"${UNITS * WORDS + 4 * WORDS * FACTORS[unit] + n}"] = np.broadcast_to(own[row_of[n]], shape).reshape(
+                -1
+            )
+    for n in range(4 * WORDS):
+        own = offset.reshape(-1, 2)[:, row_of[n], None, None]
+        given[f"${UNITS * WORDS + 4 * WORDS * OFFSET + n}"] = np.broadcast_to(own, shape).reshape(-1)
+    words = carry_out(PTX.value, given)
+    codes = np.stack([words[f"${n}"] for n in range(UNITS * WORDS)]).astype(np.uint32)
+    numbers = CODES[codes[:, None] >> np.uint32(8) * np.arange(4, dtype=np.uint32)[:, None] & np.uint32(0xFF)]
+    made = numbers.reshape(UNITS, 4, 2, 4, *shape).transpose(4, 2, 5, 0, 6, 1, 3).reshape(rows, keys)
+    exact = np.exp2(raw * factors.repeat(64, 1) + offset[:, None])
+    values = torch.from_numpy(v / 0.01).to(torch.float8_e4m3fn).double().numpy() * 0.01
+
+    def error(p: np.ndarray) -> float:
+        return np.abs(p @ values / p.sum(1, keepdims=True) - want).sum() / np.abs(want).sum()
+
+    rounded = torch.from_numpy(exact).float().to(torch.float8_e4m3fn).double().numpy()
+    assert 0.03 < error(rounded) < 0.041
+    assert error(rounded) < error(made) < 1.03 * error(rounded)
 
 
 @pytest.mark.parametrize("offset", [-300.0, -70000.0, -(2.0**20)])
