@@ -298,6 +298,26 @@ def test_wide_steps_with_scores_beyond_measure(scores, watchdog, monkeypatch):
         assert out.isnan().all()
 
 
+@pytest.mark.parametrize("loud", [3.0, 12.0, 30.0])
+@pytest.mark.parametrize(
+    ("block", "dim"), [((128, 64), 128), ((128, 64), 256), ((192, 64), 64), ((256, 128), 64)], ids=str
+)
+def test_a_rows_best_may_jump_by_any_number_of_octaves(block, dim, loud, watchdog, any_step):
+    """What was made before it did moves along; loud rows beside quiet ones take other ways to their numbers."""
+    rng = random.Random(f"jumps {block} {dim} {loud}")
+    torch.manual_seed(0)
+    config = SparseConfig(quantization="int8-fp8", block=block, rule="topk", topk=1.0)
+    for _ in range(fewer(40, 3)):
+        q_len, k_len, heads = rng.randint(1, fewer(600, 300)), rng.randint(300, fewer(3000, 1200)), 2
+        q, k, v = (torch.randn(1, heads, n, dim, device=DEVICE) for n in (q_len, k_len, k_len))
+        q *= torch.tensor([1.0, loud], device=DEVICE)[:, None, None] * torch.rand(q_len, 1, device=DEVICE) * 2
+        k *= torch.rand(-(-k_len // 64), device=DEVICE).pow(4).repeat_interleave(64)[:k_len, None] * loud
+        inputs = problem(*(x.bfloat16() for x in (q, k, v)), is_causal=rng.random() < 0.5)
+        any_step(rng)
+        got, want = of_both(replace(inputs, needs_lse=False), config)
+        assert_same_rows(got.values.float(), want.values.float())
+
+
 @pytest.mark.parametrize("quantization", ["int8-fp8", "int8", "none"])
 def test_repeated_runs_are_bit_identical(quantization, watchdog):
     """Programs draw tiles in any order; no result may depend on it."""

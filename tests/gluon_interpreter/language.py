@@ -177,10 +177,10 @@ def inline_asm_elementwise(
     outputs = [n for n, name in enumerate(names) if name.startswith("=")]
     assert len(outputs) == sum(pack // n for n in per_register)
     registers: dict[str, np.ndarray] = {}
-    numbers = [np.broadcast_to(x.data, shape).reshape(-1)[where_[:, n]] for x in args for n in range(pack)]
-    assert len(numbers) == len(names) - len(outputs)
-    for n, (name, given) in enumerate(zip(names[len(outputs) :], numbers, strict=True), len(outputs)):
-        registers[f"${name}" if name.isdigit() else f"${n}"] = given
+    given = [register for x in args for register in _registers_of(x, shape, where_, pack)]
+    assert len(given) == len(names) - len(outputs)
+    for n, (name, register) in enumerate(zip(names[len(outputs) :], given, strict=True), len(outputs)):
+        registers[f"${name}" if name.isdigit() else f"${n}"] = register
     after = carry_out(asm, registers)
     made, first = [], 0
     for own_format, packed in zip(formats, per_register, strict=True):
@@ -188,12 +188,22 @@ def inline_asm_elementwise(
         for n in range(pack):
             register = np.broadcast_to(after[f"${first + n // packed}"], where_[:, n].shape)
             if packed > 1:
-                bits = (register.astype(np.uint32) >> np.uint32(8 * (n % packed))).astype(np.uint8)
+                wide = 32 // packed
+                bits = (register.astype(np.uint32) >> np.uint32(wide * (n % packed))).astype(f"uint{wide}")
                 register = decoded(bits, own_format).reshape(register.shape)
             flat[where_[:, n]] = register
         first += pack // packed
         made.append(Value(flat.reshape(shape), own_format, layout))
     return tuple(made) if isinstance(dtype, tuple) else made[0]
+
+
+def _registers_of(x: Value, shape: tuple[int, ...], where_: np.ndarray, pack: int) -> list[np.ndarray]:
+    """What a thread's numbers fill: those of 16 bits lie two in each."""
+    numbers = [np.broadcast_to(x.data, shape).reshape(-1)[where_[:, n]] for n in range(pack)]
+    if x.dtype != tl.int16:
+        return numbers
+    bits = [number.view(np.uint16).astype(np.uint32) for number in numbers]
+    return [low | (high << np.uint32(16)) for low, high in zip(bits[::2], bits[1::2], strict=True)]
 
 
 # ---- memory, and who else runs
@@ -234,7 +244,7 @@ def _same(x: Any) -> Any:
 
 LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
            "DotOperandLayout", "DistributedLinearLayout")  # fmt: skip
-FORMATS = ("int8", "int32", "int64", "float16", "bfloat16", "float32", "float8e4nv")
+FORMATS = ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float8e4nv")
 ANNOTATIONS = ("tensor", "shared_memory_descriptor")
 
 gl = SimpleNamespace(

@@ -16,7 +16,7 @@ TORCH_FORMATS = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e4nv: torch.float8_e4m3fn,
 }
-INTEGERS = {tl.int1: np.bool_, tl.int8: np.int8, tl.int32: np.int32, tl.int64: np.int64}
+INTEGERS = {tl.int1: np.bool_, tl.int8: np.int8, tl.int16: np.int16, tl.int32: np.int32, tl.int64: np.int64}
 FORMATS = {
     torch.int8: tl.int8, torch.bool: tl.int8, torch.int32: tl.int32, torch.int64: tl.int64,
     **{torch_format: own for own, torch_format in TORCH_FORMATS.items()},

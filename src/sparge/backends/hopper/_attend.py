@@ -9,16 +9,18 @@ much work and rows with little even out.
 
 The softmax lives in base 2, with every scale folded into the exponent's argument. Probabilities are relative to 2^best,
 where best is the row's largest score so far; it follows only jumps that e4m3 has no room for, so that most steps shrink
-nothing. Steps of 256 keys make most probabilities without the exponential unit (`_powers`), unless sums have to be
-exact for an LSE. Rows are summed by the tensor core, by a product with ones, which gives what rounded probabilities
-should be divided by. It adds e4m3 products with few bits, so every few steps its sums join float32 ones in shared
-memory, or, with more than 128 channels, in scratch that stays in L2.
+nothing. Where nothing is masked and no sum has to be exact for an LSE, probabilities are made without the exponential
+unit, before anybody knows whether best still holds (`_powers`); in steps of 256 keys those of the first half are made
+while the scores of the second are multiplied. Rows are summed by the tensor core, by a product with ones, which gives
+what rounded probabilities should be divided by. It adds e4m3 products with few bits, so every few steps its sums join
+float32 ones in shared memory, or, with more than 128 channels, in scratch that stays in L2.
 
 The second stage asks, block by block, whether some row of the warpgroup has a score near enough to its best; if none
 has, neither exponentials nor values are computed. Best is then the true maximum, as everywhere. Where all four units of
 a wide step are wanted, that costs little but one exchange between warps.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,7 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from sparge.backends.hopper._powers import powers
+from sparge.backends.hopper._powers import (
+    all_powers,
+    first_powers,
+    one_power,
+    second_powers,
+    start_of,
+    two_powers,
+)
 
 # The older names, before Triton 3.9
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -42,7 +51,6 @@ P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
 HIDDEN = gl.constexpr(-0x7FFFFF00)  # below every sum of products
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
 NO_MEAN = gl.constexpr(1.0e30)  # beyond every mean of e4m3 values
-BROAD = gl.constexpr(2.0**26)  # scores whose last bit is worth four octaves
 PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -546,6 +554,12 @@ def probabilities(raw, factor, shift):
     return gl.exp2(gl.fma(raw.to(gl.float32), gl.expand_dims(factor, 1) + zeros, gl.expand_dims(-shift, 1) + zeros))
 
 
+@gluon.constexpr_function
+def operand(DVP):
+    """The layout of what values of so many channels are multiplied with."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DVP, 32]), 4)
+
+
 @gluon.jit
 def relabelled(x, LAYOUT: gl.constexpr):
     """An operand, its tokens relabelled inside each sixteen as V is stored; no data moves between threads."""
@@ -768,7 +782,7 @@ def wanted_units(a, b, a_factor, b_factor, a_sees, b_sees, best, lam, needed, bo
 @gluon.jit
 def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
     """(acc, total) shrunk and with a step's probabilities, and what they weigh."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    DOT: gl.constexpr = operand(p.DVP)
     a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
     acc, total = shrunk(acc, total, per_thread(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
@@ -908,7 +922,7 @@ def blocks_in(units, BK: gl.constexpr):
 @gluon.jit
 def with_some_units(acc, total, a, b, a_factor, b_factor, offset, wanted, first, p, s):
     """(acc, total) with two units, of which some are wanted."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+    DOT: gl.constexpr = operand(p.DVP)
     if wanted != 0:
         a_p = shifted_powers(a, a_factor, offset + gl.where((wanted & 1) != 0, 0.0, float("-inf")))
         b_p = shifted_powers(b, b_factor, offset + gl.where((wanted & 2) != 0, 0.0, float("-inf")))
@@ -923,35 +937,114 @@ def with_some_units(acc, total, a, b, a_factor, b_factor, offset, wanted, first,
 
 
 @gluon.jit
-def with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s):
-    """(acc, total), shrunk by alpha, with a wide step's probabilities, and what they weigh."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32]), 4)
+def exact_powers(raws, factors, best, p):
+    """e4m3 probabilities of four units by exponentials, and the sums of what they were before."""
+    DOT: gl.constexpr = operand(p.DVP)
+    a, b, c, d = raws
     a_factor, b_factor, c_factor, d_factor = factors
+    offset = P_SHIFT - best
+    a_p, b_p = shifted_powers(a, a_factor, offset), shifted_powers(b, b_factor, offset)
+    c_p, d_p = shifted_powers(c, c_factor, offset), shifted_powers(d, d_factor, offset)
+    a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
+    c8, d8 = relabelled(c_p.to(gl.float8e4nv), DOT), relabelled(d_p.to(gl.float8e4nv), DOT)
+    return (a8, b8, c8, d8), lane_sum(a_p) + lane_sum(b_p) + lane_sum(c_p) + lane_sum(d_p)
+
+
+@gluon.jit
+def of_rows(x, like):
+    """A number per row, for all that a thread holds of an operand's rows."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
+    x, _ = gl.broadcast(gl.expand_dims(x, 1), like)
+    return x
+
+
+@gluon.jit
+def of_all(x, like):
+    """One number for all."""
+    return gl.full(like.shape, x, gl.float32, like.type.layout)
+
+
+@gluon.jit
+def any_of(x):
+    """Numbers that all columns of a row have, per row and thread."""
+    x, _ = x.reshape([ROWS, 2, 2, 4, 2, 2]).permute([0, 3, 1, 2, 4, 5]).split()
+    x, _ = x.split()
+    x, _ = x.split()
+    x, _ = x.split()
+    return gl.convert_layout(x, GROUPS, assert_trivial=True)
+
+
+@gluon.jit
+def larger_or_nan(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def most_of(q_scale, scales):
+    """The largest that a row's sums of products are multiplied with, or NaN."""
+    most = larger_or_nan(scales[0], scales[1])
+    if len(scales) == 4:
+        most = larger_or_nan(most, larger_or_nan(scales[2], scales[3]))
+    return q_scale * most
+
+
+@gluon.jit
+def first_half(a_raw, b_raw, q_scale, scales, best, start, alpha, p):
+    """What the second half needs of the first, and the rows' best, start and alpha after it: see `_powers`."""
+    DOT: gl.constexpr = operand(p.DVP)
+    a, b = relabelled(a_raw, DOT), relabelled(b_raw, DOT)
+    a_logs, b_logs, peak, best, start, alpha = first_powers(
+        a, b, of_rows(q_scale, a), of_all(scales[0], a), of_all(scales[1], a), of_rows(most_of(q_scale, scales), a),
+        per_number(best, a, 4), per_number(start, a, 4), per_number(alpha, a, 4),
+    )  # fmt: skip
+    return (a_logs, b_logs, peak), any_of(best), any_of(start), any_of(alpha)
+
+
+@gluon.jit
+def second_half(c_raw, d_raw, of_first, q_scale, scales, best, start, alpha, p):
+    """The probabilities of four units, and the rows' best, start and alpha."""
+    DOT: gl.constexpr = operand(p.DVP)
+    c, d = relabelled(c_raw, DOT), relabelled(d_raw, DOT)
+    a_logs, b_logs, peak = of_first
+    a8, b8, c8, d8, best, start, alpha = second_powers(
+        c, d, a_logs, b_logs, peak, of_rows(q_scale, c), of_all(scales[2], c), of_all(scales[3], c),
+        of_rows(most_of(q_scale, scales), c), per_number(best, c, 4), per_number(start, c, 4), per_number(alpha, c, 4),
+    )  # fmt: skip
+    return (a8, b8, c8, d8), any_of(best), any_of(start), any_of(alpha)
+
+
+@gluon.jit
+def of_known_best(raws, q_scale, scales, factors, best, p):
+    """The probabilities of four units of which no score exceeds its row's best, and exact sums for an LSE."""
     if p.WRITE_LSE:
-        offset = P_SHIFT - best
-        a_p, b_p = shifted_powers(a_raw, a_factor, offset), shifted_powers(b_raw, b_factor, offset)
-        c_p, d_p = shifted_powers(c_raw, c_factor, offset), shifted_powers(d_raw, d_factor, offset)
-        a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
-        c8, d8 = relabelled(c_p.to(gl.float8e4nv), DOT), relabelled(d_p.to(gl.float8e4nv), DOT)
-        acc, total = shrunk(acc, total, alpha)
+        return exact_powers(raws, factors, best, p)
     else:
-        acc, total = shrunk(acc, total, alpha)  # first: then values are multiplied under the powers that follow
-        # Roundings may add up to three halves of a large score's last bit; beyond BROAD they hide all that e4m3 tells.
-        size = gl.abs(best)
-        offset = gl.where(size < BROAD, P_SHIFT - best - size * (1.5 * 2.0**-23), float("nan"))
-        a, b, c, d = relabelled(a_raw, DOT), relabelled(b_raw, DOT), relabelled(c_raw, DOT), relabelled(d_raw, DOT)
-        a8, b8, c8, d8 = powers(a, b, c, d, a_factor, b_factor, c_factor, d_factor, per_number(offset, a, 4))
+        DOT: gl.constexpr = operand(p.DVP)
+        a, b = relabelled(raws[0], DOT), relabelled(raws[1], DOT)
+        c, d = relabelled(raws[2], DOT), relabelled(raws[3], DOT)
+        powers8 = all_powers(
+            a, b, c, d, of_rows(q_scale, a), of_all(scales[0], a), of_all(scales[1], a), of_all(scales[2], a),
+            of_all(scales[3], a), of_rows(most_of(q_scale, scales), a), per_number(best, a, 4),
+            per_number(start_of(best), a, 4),
+        )  # fmt: skip
+        return powers8, 0.0
+
+
+@gluon.jit
+def with_four_units(acc, total, powers8, exact_sums, first, p, s):
+    """(acc, total) with a wide step's probabilities, and what they weigh."""
+    a8, b8, c8, d8 = powers8
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
     acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
     acc, sums = start_values(acc, sums, c8, d8, first + 2, True, p, s)
     if p.WRITE_LSE:
-        sums = lane_sum(a_p) + lane_sum(b_p) + lane_sum(c_p) + lane_sum(d_p)
+        sums = exact_sums
     acc, sums = wait_values(acc, sums, p)
     return acc, total + sums
 
 
 @gluon.jit
-def fold_wide_step(acc, total, best, skipped, q, q_scale, lam, step, c, wg: gl.constexpr, p, s):
+def fold_wide_step(acc, total, best, start, skipped, q, q_scale, lam, step, c, wg: gl.constexpr, p, s):
     """As fold_step, for 256 keys that every row sees: a step costs more than its keys, so the longer the better.
 
     `best` is per thread: asking others for it would hold up all that follows.
@@ -960,34 +1053,100 @@ def fold_wide_step(acc, total, best, skipped, q, q_scale, lam, step, c, wg: gl.c
     mbarrier.wait(s.full.index(stage), parity)
     ab, cd = start_scores(q, stage, s, 0), start_scores(q, stage, s, 1)
     first = 4 * stage
-    a_factor, b_factor = q_scale * word_of(s.scales, first, 4), q_scale * word_of(s.scales, first + 1, 4)
-    c_factor, d_factor = q_scale * word_of(s.scales, first + 2, 4), q_scale * word_of(s.scales, first + 3, 4)
-    factors = (a_factor, b_factor, c_factor, d_factor)
+    scales = (
+        word_of(s.scales, first, 4), word_of(s.scales, first + 1, 4),
+        word_of(s.scales, first + 2, 4), word_of(s.scales, first + 3, 4),
+    )  # fmt: skip
     a_raw, b_raw = halves(warpgroup_mma_wait(1, deps=(ab,)))
-    a_top, b_top = unit_top(a_raw, a_factor), unit_top(b_raw, b_factor)
-    if p.SECOND:
+    one = gl.full([ROWS, 4], 1.0, gl.float32, GROUPS)
+    if p.SECOND or p.WRITE_LSE:
+        factors = (q_scale * scales[0], q_scale * scales[1], q_scale * scales[2], q_scale * scales[3])
+        a_top, b_top = unit_top(a_raw, factors[0]), unit_top(b_raw, factors[1])
         c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
-        tops = (a_top, b_top, unit_top(c_raw, c_factor), unit_top(d_raw, d_factor))
-        best, alpha, wanted = judged(best, tops, lam, s.votes.index(wg), p.BK)
-        wanted = wanted | word_of(s.needed, stage, 4)
-        if wanted == 15:
-            acc, total = with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s)
-        else:
-            skipped += blocks_in(~wanted & 15, p.BK)
+        c_top, d_top = unit_top(c_raw, factors[2]), unit_top(d_raw, factors[3])
+        raws = (a_raw, b_raw, c_raw, d_raw)
+        if p.SECOND:
+            best, alpha, wanted = judged(best, (a_top, b_top, c_top, d_top), lam, s.votes.index(wg), p.BK)
+            wanted = wanted | word_of(s.needed, stage, 4)
             acc, total = shrunk(acc, total, alpha)
-            offset = P_SHIFT - best
-            acc, total = with_some_units(acc, total, a_raw, b_raw, a_factor, b_factor, offset, wanted & 3, first, p, s)
-            acc, total = with_some_units(
-                acc, total, c_raw, d_raw, c_factor, d_factor, offset, wanted >> 2, first + 2, p, s
-            )
+            if wanted == 15:
+                powers8, sums = of_known_best(raws, q_scale, scales, factors, best, p)
+                acc, total = with_four_units(acc, total, powers8, sums, first, p, s)
+            else:
+                skipped += blocks_in(~wanted & 15, p.BK)
+                offset = P_SHIFT - best
+                acc, total = with_some_units(
+                    acc, total, a_raw, b_raw, factors[0], factors[1], offset, wanted & 3, first, p, s
+                )
+                acc, total = with_some_units(
+                    acc, total, c_raw, d_raw, factors[2], factors[3], offset, wanted >> 2, first + 2, p, s
+                )
+        else:
+            top = gl.maximum(gl.maximum(a_top, b_top), gl.maximum(c_top, d_top))
+            best, alpha = follow(best, one, top, p.SLACK)
+            powers8, sums = of_known_best(raws, q_scale, scales, factors, best, p)
+            acc, total = shrunk(acc, total, alpha)
+            acc, total = with_four_units(acc, total, powers8, sums, first, p, s)
     else:
-        top = gl.maximum(a_top, b_top)
+        of_first, best, start, alpha = first_half(a_raw, b_raw, q_scale, scales, best, start, one, p)
         c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
-        top = gl.maximum(top, gl.maximum(unit_top(c_raw, c_factor), unit_top(d_raw, d_factor)))
-        best, alpha = follow(best, gl.full([ROWS, 4], 1.0, gl.float32, GROUPS), top, p.SLACK)
-        acc, total = with_four_units(acc, total, a_raw, b_raw, c_raw, d_raw, factors, best, alpha, first, p, s)
+        powers8, best, start, alpha = second_half(c_raw, d_raw, of_first, q_scale, scales, best, start, alpha, p)
+        acc, total = shrunk(acc, total, alpha)
+        acc, total = with_four_units(acc, total, powers8, 0.0, first, p, s)
     mbarrier.arrive(s.empty.index(stage), count=1)
-    return acc, total, best, skipped
+    return acc, total, best, start, skipped
+
+
+@gluon.jit
+def with_one_unit(acc, total, best, start, a, q_scale, ka, most, alpha, first, p, s):
+    """(acc, total, best, start) with a unit's probabilities."""
+    a8, best, start, alpha = one_power(a, q_scale, ka, most, best, start, alpha)
+    acc, total = shrunk(acc, total, any_of(alpha))
+    sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
+    sums = warpgroup_mma(to_sum(a8), s.ones.permute((1, 0)), sums, use_acc=False, is_async=True)
+    acc, sums = wait_values(acc, sums, p)
+    return acc, total + sums, any_of(best), any_of(start)
+
+
+@gluon.jit
+def with_two_units(acc, total, best, start, a, b, q_scale, ka, kb, most, alpha, first, p, s):
+    """(acc, total, best, start) with the probabilities of two units."""
+    a8, b8, best, start, alpha = two_powers(a, b, q_scale, ka, kb, most, best, start, alpha)
+    acc, total = shrunk(acc, total, any_of(alpha))
+    sums = gl.zeros([ROWS, 8], gl.float32, LANES)
+    acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
+    acc, sums = wait_values(acc, sums, p)
+    return acc, total + sums, any_of(best), any_of(start)
+
+
+@gluon.jit
+def fold_short_step(acc, total, best, start, q, q_scale, step, c, t, p, s, TAIL: gl.constexpr):
+    """As fold_wide_step, for two units of 64 keys, or the one that is left of a list."""
+    DOT: gl.constexpr = operand(p.DVP)
+    stage, parity = ring(c + step, p)
+    mbarrier.wait(s.full.index(stage), parity)
+    raw = start_scores(q, stage, s)
+    first = p.UNITS * stage
+    scales = (word_of(s.scales, first, 4), word_of(s.scales, first + 1, 4))
+    a_raw, b_raw = halves(warpgroup_mma_wait(0, deps=(raw,)))
+    a, b = relabelled(a_raw, DOT), relabelled(b_raw, DOT)
+    q_scale, most = of_rows(q_scale, a), of_rows(most_of(q_scale, scales), a)
+    ka, kb, alpha = of_all(scales[0], a), of_all(scales[1], a), of_all(1.0, a)
+    best_before, start_before = per_number(best, a, 4), per_number(start, a, 4)
+    b_real = step >= 0
+    if TAIL:
+        b_real = second_is_real(t, step, p.BK, True)
+    if b_real:
+        acc, total, best, start = with_two_units(
+            acc, total, best_before, start_before, a, b, q_scale, ka, kb, most, alpha, first, p, s
+        )
+    else:
+        acc, total, best, start = with_one_unit(
+            acc, total, best_before, start_before, a, q_scale, ka, most, alpha, first, p, s
+        )
+    mbarrier.arrive(s.empty.index(stage), count=1)
+    return acc, total, best, start
 
 
 @gluon.jit
@@ -999,9 +1158,13 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
     """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DVP, 32])
     WIDE: gl.constexpr = p.UNITS == 4 and not MASK and not TAIL
+    FITS: gl.constexpr = p.WGS == 2 or p.DVP <= 64  # else registers spill
+    QUICK: gl.constexpr = FITS and not MASK and not p.SECOND and not p.WRITE_LSE
+    PER_THREAD: gl.constexpr = WIDE or QUICK
     LEAP: gl.constexpr = PROMOTE // 2 if WIDE else PROMOTE
-    if WIDE:
+    if PER_THREAD:
         best, base = per_thread(best), per_thread(base)
+        start = start_of(best)
         if p.SECOND:
             lam = per_thread(gl.where(rows < t.at.q_len, lam, float("inf")))
     begin = first
@@ -1009,9 +1172,11 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
         end = gl.minimum(begin + LEAP, last)
         for step in range(begin, end):
             if WIDE:
-                acc, total, best, skipped = fold_wide_step(
-                    acc, total, best, skipped, q, q_scale, lam, step, c, wg, p, s
+                acc, total, best, start, skipped = fold_wide_step(
+                    acc, total, best, start, skipped, q, q_scale, lam, step, c, wg, p, s
                 )
+            elif QUICK:
+                acc, total, best, start = fold_short_step(acc, total, best, start, q, q_scale, step, c, t, p, s, TAIL)
             else:
                 acc, total, best, skipped = fold_step(
                     acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg, p, s, MASK, TAIL
@@ -1025,7 +1190,7 @@ def fold_steps(acc, total, best, base, aside, skipped, q, rows, q_scale, lam, t,
                 base = best
                 aside = aside * 0 + 1
         begin = end
-    if WIDE:
+    if PER_THREAD:
         best, base = per_row(best), per_row(base)
     return acc, total, best, base, aside, skipped
 
