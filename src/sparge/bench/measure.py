@@ -152,7 +152,7 @@ def _enter_ours(
             entrants.refused[graphed] = "CUDA graphs need an NVIDIA GPU"
             continue
         try:
-            replay, output = _captured_graph(stages[name])
+            replay, output = captured_graph(stages[name])
         except Exception as error:
             entrants.refused[graphed] = one_line(error)
             continue
@@ -162,7 +162,7 @@ def _enter_ours(
         entrants.ready[graphed] = Timed(replay)
 
 
-def _captured_graph(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def captured_graph(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """The call as one CUDA graph; its output is written anew by each replay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
