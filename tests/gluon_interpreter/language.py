@@ -106,6 +106,10 @@ def broadcast(a: Value, b: Value) -> tuple[Value, Value]:
     return Value(x, a.dtype, layout), Value(y, b.dtype, layout)
 
 
+def join(a: Value, b: Value) -> Value:
+    return Value(np.stack((a.data, b.data), -1), a.dtype)
+
+
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return Value(x.data, x.dtype, layout)
 
@@ -251,7 +255,7 @@ gl = SimpleNamespace(
     **{name: getattr(real, name) for name in LAYOUTS}, **{name: getattr(tl, name) for name in FORMATS},
     **dict.fromkeys(ANNOTATIONS, object), constexpr=constexpr, static_range=range,
     full=full, zeros=zeros, zeros_like=zeros_like, arange=arange, expand_dims=expand_dims, broadcast=broadcast,
-    convert_layout=convert_layout, where=where, maximum=_larger, minimum=_smaller, abs=_of_one(np.abs),
+    join=join, convert_layout=convert_layout, where=where, maximum=_larger, minimum=_smaller, abs=_of_one(np.abs),
     exp2=_of_one(np.exp2), log2=_of_one(np.log2), sqrt=_of_one(np.sqrt), fma=fma, max=largest, sum=added, reduce=reduce,
     inline_asm_elementwise=inline_asm_elementwise, load=memory.load, store=memory.store, atomic_add=atomic_add,
     allocate_shared_memory=allocate_shared_memory, warp_specialize=machine.specialize, barrier=_nothing,

@@ -141,8 +141,8 @@ class Shared:
 
     q: gl.shared_memory_descriptor  # [2 WGS, 64, D]
     k: gl.shared_memory_descriptor  # [STAGES, 64 UNITS, D]
-    v: gl.shared_memory_descriptor  # [UNITS STAGES, DVP, 64]
-    ones: gl.shared_memory_descriptor  # [8, 64]
+    v: gl.shared_memory_descriptor  # [STAGES, DVP, 64 UNITS]
+    ones: gl.shared_memory_descriptor  # [8, 64 UNITS]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
     votes: gl.shared_memory_descriptor  # [WGS, 256]: of the second stage
     ticket: gl.shared_memory_descriptor  # [8, 1]: two tiles, lengths of lists, how many entries are masked, pieces
@@ -444,7 +444,7 @@ def load_step(k_boxes, v_boxes, c, t, keys, p, s, MASK: gl.constexpr):
     for i in gl.static_range(len(keys)):
         load_box(k_boxes, [row + keys[i], 0], full, s.k.index(stage).slice(i * UNIT, UNIT))
     for i in gl.static_range(len(keys)):
-        load_box(v_boxes, [t.at.kv_row * p.DVP, t.at.key + keys[i]], full, s.v.index(p.UNITS * stage + i))
+        load_box(v_boxes, [t.at.kv_row * p.DVP, t.at.key + keys[i]], full, s.v.index(stage).slice(i * UNIT, UNIT, 1))
 
 
 @gluon.jit
@@ -674,19 +674,24 @@ def to_sum(x8):
 
 
 @gluon.jit
-def start_values(acc, sums, a8, b8, first, MORE: gl.constexpr, p, s):
-    """acc + P V of two units, whose values are the `first` and the next, and the sums of their rows, under way; with
-    MORE, they are added to sums.
+def beside(a, b):
+    """Two operands of a product as one, b's keys after a's; registers are renamed, nothing moves."""
+    both = gl.join(a, b).permute([0, 2, 1]).reshape([ROWS, 2 * a.shape[1]])
+    return gl.convert_layout(both, a.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def start_values(acc, sums, p8, stage, FIRST: gl.constexpr, p, s):
+    """acc + P V of a stage's units from FIRST on, and the sums of their rows, under way: as one product, which shares
+    what it takes to begin one.
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
-    acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(b8, s.v.index(first + 1).permute((1, 0)), acc, is_async=True)
+    values = s.v.index(stage).slice(FIRST * UNIT, p8.shape[1], 1)
+    acc = warpgroup_mma(p8, values.permute((1, 0)), acc, is_async=True)
     if not p.WRITE_LSE:
-        ones = s.ones.permute((1, 0))
-        a8, b8 = to_sum(a8), to_sum(b8)
-        sums = warpgroup_mma(a8, ones, sums, use_acc=MORE, is_async=True)
-        sums = warpgroup_mma(b8, ones, sums, is_async=True)
+        ones = s.ones.slice(0, p8.shape[1], 1)
+        sums = warpgroup_mma(to_sum(p8), ones.permute((1, 0)), sums, use_acc=False, is_async=True)
     return acc, sums
 
 
@@ -786,7 +791,7 @@ def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
     a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
     acc, total = shrunk(acc, total, per_thread(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, a8, b8, p.UNITS * stage, False, p, s)
+    acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p)
     acc, sums = wait_values(acc, sums, p)
@@ -920,15 +925,15 @@ def blocks_in(units, BK: gl.constexpr):
 
 
 @gluon.jit
-def with_some_units(acc, total, a, b, a_factor, b_factor, offset, wanted, first, p, s):
-    """(acc, total) with two units, of which some are wanted."""
+def with_some_units(acc, total, a, b, a_factor, b_factor, offset, wanted, stage, FIRST: gl.constexpr, p, s):
+    """(acc, total) with two units from FIRST on, of which some are wanted."""
     DOT: gl.constexpr = operand(p.DVP)
     if wanted != 0:
         a_p = shifted_powers(a, a_factor, offset + gl.where((wanted & 1) != 0, 0.0, float("-inf")))
         b_p = shifted_powers(b, b_factor, offset + gl.where((wanted & 2) != 0, 0.0, float("-inf")))
         a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
         sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-        acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
+        acc, sums = start_values(acc, sums, beside(a8, b8), stage, FIRST, p, s)
         if p.WRITE_LSE:
             sums = lane_sum(a_p) + lane_sum(b_p)
         acc, sums = wait_values(acc, sums, p)
@@ -1031,12 +1036,11 @@ def of_known_best(raws, q_scale, scales, factors, best, p):
 
 
 @gluon.jit
-def with_four_units(acc, total, powers8, exact_sums, first, p, s):
+def with_four_units(acc, total, powers8, exact_sums, stage, p, s):
     """(acc, total) with a wide step's probabilities, and what they weigh."""
     a8, b8, c8, d8 = powers8
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
-    acc, sums = start_values(acc, sums, c8, d8, first + 2, True, p, s)
+    acc, sums = start_values(acc, sums, beside(beside(a8, b8), beside(c8, d8)), stage, 0, p, s)
     if p.WRITE_LSE:
         sums = exact_sums
     acc, sums = wait_values(acc, sums, p)
@@ -1071,51 +1075,50 @@ def fold_wide_step(acc, total, best, start, skipped, q, q_scale, lam, step, c, w
             acc, total = shrunk(acc, total, alpha)
             if wanted == 15:
                 powers8, sums = of_known_best(raws, q_scale, scales, factors, best, p)
-                acc, total = with_four_units(acc, total, powers8, sums, first, p, s)
+                acc, total = with_four_units(acc, total, powers8, sums, stage, p, s)
             else:
                 skipped += blocks_in(~wanted & 15, p.BK)
                 offset = P_SHIFT - best
                 acc, total = with_some_units(
-                    acc, total, a_raw, b_raw, factors[0], factors[1], offset, wanted & 3, first, p, s
+                    acc, total, a_raw, b_raw, factors[0], factors[1], offset, wanted & 3, stage, 0, p, s
                 )
                 acc, total = with_some_units(
-                    acc, total, c_raw, d_raw, factors[2], factors[3], offset, wanted >> 2, first + 2, p, s
+                    acc, total, c_raw, d_raw, factors[2], factors[3], offset, wanted >> 2, stage, 2, p, s
                 )
         else:
             top = gl.maximum(gl.maximum(a_top, b_top), gl.maximum(c_top, d_top))
             best, alpha = follow(best, one, top, p.SLACK)
             powers8, sums = of_known_best(raws, q_scale, scales, factors, best, p)
             acc, total = shrunk(acc, total, alpha)
-            acc, total = with_four_units(acc, total, powers8, sums, first, p, s)
+            acc, total = with_four_units(acc, total, powers8, sums, stage, p, s)
     else:
         of_first, best, start, alpha = first_half(a_raw, b_raw, q_scale, scales, best, start, one, p)
         c_raw, d_raw = halves(warpgroup_mma_wait(0, deps=(cd,)))
         powers8, best, start, alpha = second_half(c_raw, d_raw, of_first, q_scale, scales, best, start, alpha, p)
         acc, total = shrunk(acc, total, alpha)
-        acc, total = with_four_units(acc, total, powers8, 0.0, first, p, s)
+        acc, total = with_four_units(acc, total, powers8, 0.0, stage, p, s)
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total, best, start, skipped
 
 
 @gluon.jit
-def with_one_unit(acc, total, best, start, a, q_scale, ka, most, alpha, first, p, s):
+def with_one_unit(acc, total, best, start, a, q_scale, ka, most, alpha, stage, p, s):
     """(acc, total, best, start) with a unit's probabilities."""
     a8, best, start, alpha = one_power(a, q_scale, ka, most, best, start, alpha)
     acc, total = shrunk(acc, total, any_of(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc = warpgroup_mma(a8, s.v.index(first).permute((1, 0)), acc, is_async=True)
-    sums = warpgroup_mma(to_sum(a8), s.ones.permute((1, 0)), sums, use_acc=False, is_async=True)
+    acc, sums = start_values(acc, sums, a8, stage, 0, p, s)
     acc, sums = wait_values(acc, sums, p)
     return acc, total + sums, any_of(best), any_of(start)
 
 
 @gluon.jit
-def with_two_units(acc, total, best, start, a, b, q_scale, ka, kb, most, alpha, first, p, s):
+def with_two_units(acc, total, best, start, a, b, q_scale, ka, kb, most, alpha, stage, p, s):
     """(acc, total, best, start) with the probabilities of two units."""
     a8, b8, best, start, alpha = two_powers(a, b, q_scale, ka, kb, most, best, start, alpha)
     acc, total = shrunk(acc, total, any_of(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, a8, b8, first, False, p, s)
+    acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, p, s)
     acc, sums = wait_values(acc, sums, p)
     return acc, total + sums, any_of(best), any_of(start)
 
@@ -1139,11 +1142,11 @@ def fold_short_step(acc, total, best, start, q, q_scale, step, c, t, p, s, TAIL:
         b_real = second_is_real(t, step, p.BK, True)
     if b_real:
         acc, total, best, start = with_two_units(
-            acc, total, best_before, start_before, a, b, q_scale, ka, kb, most, alpha, first, p, s
+            acc, total, best_before, start_before, a, b, q_scale, ka, kb, most, alpha, stage, p, s
         )
     else:
         acc, total, best, start = with_one_unit(
-            acc, total, best_before, start_before, a, q_scale, ka, most, alpha, first, p, s
+            acc, total, best_before, start_before, a, q_scale, ka, most, alpha, stage, p, s
         )
     mbarrier.arrive(s.empty.index(stage), count=1)
     return acc, total, best, start
@@ -1385,10 +1388,10 @@ def attend(
         V_FINITE, LAMBDA, SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND,
         64 * WGS, SLACK, UNITS, (UNITS == 4 or not SECOND) and UNITS * UNIT > BK, DIVIDED,
     )  # fmt: skip
-    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNIT], gl.NVMMASharedLayout(64, 8, 2))
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNITS * UNIT], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     # as bits: ptxas 12.8 packs a converted constant wrongly
-    ones.store(gl.full([8, UNIT], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
+    ones.store(gl.full([8, UNITS * UNIT], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], WORDS)
     for i in gl.static_range(2):
@@ -1398,7 +1401,7 @@ def attend(
     s = Shared(
         gl.allocate_shared_memory(gl.int8, [2 * WGS, ROWS, D], q_boxes.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, UNITS * UNIT, D], k_boxes.layout),
-        gl.allocate_shared_memory(gl.float8e4nv, [UNITS * STAGES, DVP, UNIT], v_boxes.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, DVP, UNITS * UNIT], v_boxes.layout),
         ones, exact, gl.allocate_shared_memory(gl.int8, [WGS, 4 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [8, 1], WORDS), slots,
         gl.allocate_shared_memory(gl.float32, [UNITS * STAGES, 1], WORDS),
