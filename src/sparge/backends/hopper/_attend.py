@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from sparge.backends.hopper._powers import (
+    UNSEEN,
     all_powers,
     first_powers,
     one_power,
@@ -51,6 +52,7 @@ P_SHIFT = gl.constexpr(8.0)  # e4m3 probabilities are scaled by 2^8
 HIDDEN = gl.constexpr(-0x7FFFFF00)  # below every sum of products
 NOTHING = gl.constexpr(-1.0e30)  # below every score, and finite
 NO_MEAN = gl.constexpr(1.0e30)  # beyond every mean of e4m3 values
+LONG = gl.constexpr(32768)  # keys
 PROMOTE = gl.constexpr(16)  # steps whose sums stay in the tensor core
 END = gl.constexpr(-1)  # the ticket after the last tile
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -576,11 +578,21 @@ def start_scores(q, stage, s, HALF: gl.constexpr = 0):
 
 
 @gluon.jit
-def followed(a, b, a_factor, b_factor, best, SLACK: gl.constexpr):
-    """The rows' best after two units; it stays where they exceed it by less than SLACK bits."""
+def followed(a, b, a_factor, b_factor, best, ahead, SLACK: gl.constexpr):
+    """The rows' best after two units; it stays where they exceed it by less than SLACK bits, and begins so many bits
+    ahead of them."""
     top = gl.maximum(lane_max(a) * per_lane(a_factor), lane_max(b) * per_lane(b_factor))
     top = gl.convert_layout(gl.max(top, 1), ROW, assert_trivial=True)
-    return gl.where(top > best + SLACK, top, best)
+    return gl.where(top > best + SLACK, top + gl.where(best < UNSEEN, ahead, 0.0), best)
+
+
+@gluon.jit
+def bits_ahead(p):
+    """How far a row's first best lies ahead of what it has seen: more keys bring higher scores, and moving takes time.
+
+    Whole, so that what it has seen comes out exact; and the fewer, the more keys there are, far below the best.
+    """
+    return 2 - (p.k_len > LONG).to(gl.int32) - (p.k_len > 4 * LONG).to(gl.int32)
 
 
 @gluon.jit
@@ -837,7 +849,7 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, step, c, t, wg: 
             acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
             best = best_now
     else:
-        best_now = followed(a, b, a_factor, b_factor, best, p.SLACK)
+        best_now = followed(a, b, a_factor, b_factor, best, bits_ahead(p).to(gl.float32), p.SLACK)
         b_shift = gl.where(b_real, -P_SHIFT, float("inf")) if TAIL else -P_SHIFT
         a_p, b_p = probabilities(a, a_factor, best_now - P_SHIFT), probabilities(b, b_factor, best_now + b_shift)
         if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
@@ -970,6 +982,11 @@ def of_all(x, like):
 
 
 @gluon.jit
+def all_ahead(like, p):
+    return gl.full(like.shape, bits_ahead(p), gl.int32, like.type.layout)
+
+
+@gluon.jit
 def any_of(x):
     """Numbers that all columns of a row have, per row and thread."""
     x, _ = x.reshape([ROWS, 2, 2, 4, 2, 2]).permute([0, 3, 1, 2, 4, 5]).split()
@@ -1000,7 +1017,7 @@ def first_half(a_raw, b_raw, q_scale, scales, best, start, alpha, p):
     a, b = relabelled(a_raw, DOT), relabelled(b_raw, DOT)
     a_logs, b_logs, peak, best, start, alpha = first_powers(
         a, b, of_rows(q_scale, a), of_all(scales[0], a), of_all(scales[1], a), of_rows(most_of(q_scale, scales), a),
-        per_number(best, a, 4), per_number(start, a, 4), per_number(alpha, a, 4),
+        all_ahead(a, p), per_number(best, a, 4), per_number(start, a, 4), per_number(alpha, a, 4),
     )  # fmt: skip
     return (a_logs, b_logs, peak), any_of(best), any_of(start), any_of(alpha)
 
@@ -1013,7 +1030,8 @@ def second_half(c_raw, d_raw, of_first, q_scale, scales, best, start, alpha, p):
     a_logs, b_logs, peak = of_first
     a8, b8, c8, d8, best, start, alpha = second_powers(
         c, d, a_logs, b_logs, peak, of_rows(q_scale, c), of_all(scales[2], c), of_all(scales[3], c),
-        of_rows(most_of(q_scale, scales), c), per_number(best, c, 4), per_number(start, c, 4), per_number(alpha, c, 4),
+        of_rows(most_of(q_scale, scales), c), all_ahead(c, p), per_number(best, c, 4), per_number(start, c, 4),
+        per_number(alpha, c, 4),
     )  # fmt: skip
     return (a8, b8, c8, d8), any_of(best), any_of(start), any_of(alpha)
 
@@ -1104,7 +1122,7 @@ def fold_wide_step(acc, total, best, start, skipped, q, q_scale, lam, step, c, w
 @gluon.jit
 def with_one_unit(acc, total, best, start, a, q_scale, ka, most, alpha, stage, p, s):
     """(acc, total, best, start) with a unit's probabilities."""
-    a8, best, start, alpha = one_power(a, q_scale, ka, most, best, start, alpha)
+    a8, best, start, alpha = one_power(a, q_scale, ka, most, all_ahead(a, p), best, start, alpha)
     acc, total = shrunk(acc, total, any_of(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
     acc, sums = start_values(acc, sums, a8, stage, 0, p, s)
@@ -1115,7 +1133,7 @@ def with_one_unit(acc, total, best, start, a, q_scale, ka, most, alpha, stage, p
 @gluon.jit
 def with_two_units(acc, total, best, start, a, b, q_scale, ka, kb, most, alpha, stage, p, s):
     """(acc, total, best, start) with the probabilities of two units."""
-    a8, b8, best, start, alpha = two_powers(a, b, q_scale, ka, kb, most, best, start, alpha)
+    a8, b8, best, start, alpha = two_powers(a, b, q_scale, ka, kb, most, all_ahead(a, p), best, start, alpha)
     acc, total = shrunk(acc, total, any_of(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
     acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, p, s)

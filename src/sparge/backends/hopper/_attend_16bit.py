@@ -261,7 +261,7 @@ def fold_step(acc, total, best, skipped, q, rows, q_scale, lam, x, c, t, wg: gl.
             acc, total = with_values(acc, total, a_p, b_p, gl.exp2(best - best_now), stage, p, s)
             best = best_now
     else:
-        best_now = followed(a, b, a_factor, b_factor, best, p.SLACK)
+        best_now = followed(a, b, a_factor, b_factor, best, 0.0, p.SLACK)
         a_p, b_p = probabilities(a, a_factor, best_now), probabilities(b, b_factor, best_now)
         if MASK:  # what is hidden may be the best of all, or NaN if the row's scale is
             a_p = gl.where(a_hidden, 0.0, a_p)

@@ -74,6 +74,7 @@ class Program(NamedTuple):
         scores = {f"raw{n}": ("r", 1) for n in self.units} | {f"logs{n}": ("r", 2) for n in self.before}
         scores |= {"peak": ("r", 1)} if self.before else {}
         scales = dict.fromkeys(("q", *(f"k{n}" for n in self.units), "most"), ("f", 1))
+        scales |= {"ahead": ("r", 1)} if self.moves else {}
         return scores | scales | {name: (_kind(name), 1) for name in STATE if self.moves or name != "alpha"}
 
     @property
@@ -193,10 +194,14 @@ def _peaks(units: tuple[int, ...], before: bool) -> str:
     return code
 
 
-def _jumped(row: int, coarse: int) -> str:
+def _jumped(row: int, coarse: int, maybe_first: bool) -> str:
     """Of the most steps in a row: its best, if they exceed what there is room for, where it counts from then, and how
     far that is below."""
     code = f"setp.gt.s32 jumps{row}, steps, {_most(coarse)}; sub.s32 steps, steps, begin{row}; "
+    if maybe_first:
+        code += f"setp.leu.f32 unset{row}, best{row}, {_single(UNSET)}; "
+        code += f"mul.lo.s32 other, ahead, {OCTAVE // coarse}; selp.b32 other, other, 0, unset{row}; "
+        code += "add.s32 steps, steps, other; "
     code += f"cvt.rn.f32.s32 top, steps; mul.f32 top, top, {_single(coarse / OCTAVE)}; " + _moved(row)
     code += f"mul.lo.s32 steps, steps, {coarse}; sub.s32 steps, {AT_BEST}, steps; "
     code += f"@jumps{row} mov.b32 start{row}, steps; " + _coarser("steps", coarse)
@@ -226,7 +231,7 @@ def _moved_far(units: tuple[int, ...], earlier: tuple[int, ...], coarse: int) ->
         code += _larger_half(row) + _largest(
             "max.s32", "steps", ["steps", *(x for unit in units for x in _of_row(row, unit, "n"))]
         )
-        code += _of_four_threads("max.s32", "steps") + _jumped(row, coarse)
+        code += _of_four_threads("max.s32", "steps") + _jumped(row, coarse, True)
         code += f"min.s32 steps, down{row}, {HALF_FULL}; mul.lo.s32 both{row}, steps, 0x10001; "
     for unit in units:
         code += "".join(f"sub.s32 n{unit}_{n}, n{unit}_{n}, down{_row(n)}; " for n in range(NUMBERS)) + _words(unit)
@@ -241,7 +246,7 @@ def _moved_near(units: tuple[int, ...], coarse: int) -> str:
     """The rows' best moves, and all words with it."""
     code = ""
     for row in ROWS:
-        code += _larger_half(row) + _of_four_threads("max.s32", "steps") + _jumped(row, coarse)
+        code += _larger_half(row) + _of_four_threads("max.s32", "steps") + _jumped(row, coarse, False)
         code += f"sub.s32 steps, 0, down{row}; and.b32 steps, steps, {HALF_FULL}; "
         code += f"mul.lo.s32 both{row}, steps, 0x10001; "
     for unit in units:
@@ -322,6 +327,7 @@ def _settled_exponents(units: tuple[int, ...], earlier: tuple[int, ...]) -> str:
         code += _of_four_threads("max.f32", f"wide{row}")
         code += f"selp.f32 top, 0fFF800000, {_single(most)}, unset{row}; "
         code += f"setp.gt.f32 jumps{row}, wide{row}, top; sub.f32 top, wide{row}, offset{row}; "
+        code += f"cvt.rn.f32.s32 wide, ahead; selp.f32 wide, wide, 0f00000000, unset{row}; add.f32 top, top, wide; "
         code += _moved(row) + f"mov.f32 wide{row}, offset{row}; "
         code += _start(row) + _offset(row) + f"sub.f32 wide{row}, offset{row}, wide{row}; "
         code += f"selp.f32 wide{row}, wide{row}, 0f00000000, jumps{row}; "
@@ -370,7 +376,7 @@ def _registers(program: Program) -> str:
         "f32": ("best", "alpha", "lower", "wide", "factor", "offset"),
     }  # fmt: skip
     each += [(f"{kind} {name}", ROWS) for kind, names in kinds.items() for name in names]
-    single = {"b32": "steps, other, largest, root, zero", "f32": "most, wide, top, size", "pred": "broad, some"}
+    single = {"b32": "steps, other, largest, root, zero, ahead", "f32": "most, wide, top, size", "pred": "broad, some"}
     code = "".join(f".reg .{kind} {names}; " for kind, names in single.items())
     for named, places in each:
         kind, name = named.split()
@@ -416,6 +422,7 @@ def _by_exponentials(program: Program, inputs: dict[str, list[str]], outputs: di
 def _ptx(program: Program) -> str:
     outputs, inputs = program.places()
     code = _registers(program) + f"mov.b32 root, {_twice(_half(2**0.5))}; mov.b32 zero, 0; "
+    code += f"mov.b32 ahead, {inputs['ahead'][0]}; " if program.moves else ""
     for name, kind in STATE.items():
         if name in inputs:
             code += "".join(f"mov.{kind}32 {name}{row}, {inputs[name][4 * row]}; " for row in ROWS)
@@ -443,6 +450,7 @@ FIRST_OPERANDS, SECOND_OPERANDS, ALL_OPERANDS, ONE_OPERANDS, TWO_OPERANDS = (
 )
 TOGETHER = gl.constexpr(NUMBERS)
 START_AT_BEST, FAREST = gl.constexpr(AT_BEST), gl.constexpr(FAR)
+UNSEEN = gl.constexpr(UNSET)
 
 
 @gluon.jit
@@ -456,20 +464,20 @@ def start_of(best):
 
 
 @gluon.jit
-def first_powers(a, b, q, ka, kb, most, best, start, alpha):
+def first_powers(a, b, q, ka, kb, most, ahead, best, start, alpha):
     """What the second half needs of two units of a step: words of both, their peak, the rows' best, `start_of` it, and
-    alpha, which shrinks with every jump."""
+    alpha, which shrinks with every jump. A first best lies so many octaves ahead of what the row has seen."""
     return gl.inline_asm_elementwise(
-        FIRST_CODE, FIRST_OPERANDS, [a, b, q, ka, kb, most, best, start, alpha],
+        FIRST_CODE, FIRST_OPERANDS, [a, b, q, ka, kb, most, ahead, best, start, alpha],
         dtype=(gl.int16, gl.int16, gl.int32, gl.float32, gl.int32, gl.float32), is_pure=True, pack=TOGETHER,
     )  # fmt: skip
 
 
 @gluon.jit
-def second_powers(c, d, a_logs, b_logs, peak, q, kc, kd, most, best, start, alpha):
+def second_powers(c, d, a_logs, b_logs, peak, q, kc, kd, most, ahead, best, start, alpha):
     """e4m3, of four units: 2^(raw * q * k - best + 8). Of a factor that is NaN they are NaN; what is too small is 0."""
     return gl.inline_asm_elementwise(
-        SECOND_CODE, SECOND_OPERANDS, [c, d, a_logs, b_logs, peak, q, kc, kd, most, best, start, alpha],
+        SECOND_CODE, SECOND_OPERANDS, [c, d, a_logs, b_logs, peak, q, kc, kd, most, ahead, best, start, alpha],
         dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float32, gl.int32, gl.float32),
         is_pure=True, pack=TOGETHER,
     )  # fmt: skip
@@ -485,18 +493,18 @@ def all_powers(a, b, c, d, q, ka, kb, kc, kd, most, best, start):
 
 
 @gluon.jit
-def one_power(a, q, ka, most, best, start, alpha):
+def one_power(a, q, ka, most, ahead, best, start, alpha):
     """As both halves, of a single unit."""
     return gl.inline_asm_elementwise(
-        ONE_CODE, ONE_OPERANDS, [a, q, ka, most, best, start, alpha],
+        ONE_CODE, ONE_OPERANDS, [a, q, ka, most, ahead, best, start, alpha],
         dtype=(gl.float8e4nv, gl.float32, gl.int32, gl.float32), is_pure=True, pack=TOGETHER,
     )  # fmt: skip
 
 
 @gluon.jit
-def two_powers(a, b, q, ka, kb, most, best, start, alpha):
+def two_powers(a, b, q, ka, kb, most, ahead, best, start, alpha):
     """As both halves, of two units."""
     return gl.inline_asm_elementwise(
-        TWO_CODE, TWO_OPERANDS, [a, b, q, ka, kb, most, best, start, alpha],
+        TWO_CODE, TWO_OPERANDS, [a, b, q, ka, kb, most, ahead, best, start, alpha],
         dtype=(gl.float8e4nv, gl.float8e4nv, gl.float32, gl.int32, gl.float32), is_pure=True, pack=TOGETHER,
     )  # fmt: skip
