@@ -48,6 +48,7 @@ UNIT = 64  # keys of one TMA box
 BLOCK_KEYS = (64, 128)
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumer warpgroups: what each thread of one has, and at launch
 SHARED_BYTES = 227 << 10
+SMALL_BYTES = 3 << 10  # ones to sum rows with, votes, barriers
 NARROW = 128  # value channels whose float32 sums fit shared memory, and registers of three warpgroups
 # Keys from which on wide steps pay, without and with an LSE: in shorter lists the tail is a large part. With an LSE
 # every probability takes an exponential, and they lose at 4,096 and gain at 8,192.
@@ -246,7 +247,7 @@ def _stages(size: Sizes, warpgroups: int, units: int) -> int:
 def _shared_bytes(size: Sizes, warpgroups: int, units: int, stages: int) -> int:
     """K and V stages of so many units, two tiles of Q, the float32 sums, and some for what is small."""
     sums = 4 * size.dvp if size.dvp <= NARROW else 0
-    return stages * units * UNIT * (size.dp + size.dvp) + warpgroups * ROWS * (2 * size.dp + sums) + 2048
+    return stages * units * UNIT * (size.dp + size.dvp) + warpgroups * ROWS * (2 * size.dp + sums) + SMALL_BYTES
 
 
 @functools.cache
