@@ -114,6 +114,7 @@ class Problem:
     UNITS: gl.constexpr  # of 64 keys in a whole step, 2 or 4; steps that mask, and those of the tail, have 2
     TAIL: gl.constexpr  # entries that fill no whole step have steps of their own, else they are masked
     DIVIDED: gl.constexpr  # the last tiles, which would leave most programs idle
+    ONES: gl.constexpr  # keys whose probabilities are summed by one product; votes leave no room for as many
 
     @gluon.constexpr_function
     def __init__(
@@ -135,6 +136,7 @@ class Problem:
         self.STAGES, self.CUTS_FIRST, self.PACKED = map(gl.constexpr, (STAGES, CUTS_FIRST, PACKED))
         self.HAS_VALID, self.WRITE_LSE, self.SLACK = map(gl.constexpr, (HAS_VALID, WRITE_LSE, SLACK))
         self.SECOND, self.SKIP_ROWS, self.UNITS, self.TAIL = map(gl.constexpr, (SECOND, SKIP_ROWS, UNITS, TAIL))
+        self.ONES = gl.constexpr(2 * 64 if SECOND else UNITS * 64)
 
 
 @aggregate
@@ -144,7 +146,7 @@ class Shared:
     q: gl.shared_memory_descriptor  # [2 WGS, 64, D]
     k: gl.shared_memory_descriptor  # [STAGES, 64 UNITS, D]
     v: gl.shared_memory_descriptor  # [STAGES, DVP, 64 UNITS]
-    ones: gl.shared_memory_descriptor  # [8, 64 UNITS]
+    ones: gl.shared_memory_descriptor  # [8, ONES]
     exact: gl.shared_memory_descriptor  # [WGS, 64, DVP]; unused with more than 128 channels
     votes: gl.shared_memory_descriptor  # [WGS, 256]: of the second stage
     ticket: gl.shared_memory_descriptor  # [8, 1]: two tiles, lengths of lists, how many entries are masked, pieces
@@ -590,9 +592,11 @@ def followed(a, b, a_factor, b_factor, best, ahead, SLACK: gl.constexpr):
 def bits_ahead(p):
     """How far a row's first best lies ahead of what it has seen: more keys bring higher scores, and moving takes time.
 
-    Whole, so that what it has seen comes out exact; and the fewer, the more keys there are, far below the best.
+    Whole, so that what it has seen comes out exact; and the fewer, the more keys there are, far below the best. None
+    where it follows every score.
     """
-    return 2 - (p.k_len > LONG).to(gl.int32) - (p.k_len > 4 * LONG).to(gl.int32)
+    ahead = 2 - (p.k_len > LONG).to(gl.int32) - (p.k_len > 4 * LONG).to(gl.int32)
+    return ahead if p.SLACK > 0 else p.k_len * 0
 
 
 @gluon.jit
@@ -693,9 +697,9 @@ def beside(a, b):
 
 
 @gluon.jit
-def start_values(acc, sums, p8, stage, FIRST: gl.constexpr, p, s):
+def start_values(acc, sums, p8, stage, FIRST: gl.constexpr, MORE: gl.constexpr, p, s):
     """acc + P V of a stage's units from FIRST on, and the sums of their rows, under way: as one product, which shares
-    what it takes to begin one.
+    what it takes to begin one. With MORE, sums are added to.
 
     The tensor core sums rounded probabilities; where a caller may combine results, the sums must be exact.
     """
@@ -703,7 +707,7 @@ def start_values(acc, sums, p8, stage, FIRST: gl.constexpr, p, s):
     acc = warpgroup_mma(p8, values.permute((1, 0)), acc, is_async=True)
     if not p.WRITE_LSE:
         ones = s.ones.slice(0, p8.shape[1], 1)
-        sums = warpgroup_mma(to_sum(p8), ones.permute((1, 0)), sums, use_acc=False, is_async=True)
+        sums = warpgroup_mma(to_sum(p8), ones.permute((1, 0)), sums, use_acc=MORE, is_async=True)
     return acc, sums
 
 
@@ -803,7 +807,7 @@ def with_values(acc, total, a_p, b_p, alpha, stage, p, s):
     a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
     acc, total = shrunk(acc, total, per_thread(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, p, s)
+    acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, False, p, s)
     if p.WRITE_LSE:
         sums = lane_sum(a_p) + lane_sum(b_p)
     acc, sums = wait_values(acc, sums, p)
@@ -945,7 +949,7 @@ def with_some_units(acc, total, a, b, a_factor, b_factor, offset, wanted, stage,
         b_p = shifted_powers(b, b_factor, offset + gl.where((wanted & 2) != 0, 0.0, float("-inf")))
         a8, b8 = relabelled(a_p.to(gl.float8e4nv), DOT), relabelled(b_p.to(gl.float8e4nv), DOT)
         sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-        acc, sums = start_values(acc, sums, beside(a8, b8), stage, FIRST, p, s)
+        acc, sums = start_values(acc, sums, beside(a8, b8), stage, FIRST, False, p, s)
         if p.WRITE_LSE:
             sums = lane_sum(a_p) + lane_sum(b_p)
         acc, sums = wait_values(acc, sums, p)
@@ -1058,7 +1062,11 @@ def with_four_units(acc, total, powers8, exact_sums, stage, p, s):
     """(acc, total) with a wide step's probabilities, and what they weigh."""
     a8, b8, c8, d8 = powers8
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, beside(beside(a8, b8), beside(c8, d8)), stage, 0, p, s)
+    if p.ONES == 4 * UNIT:
+        acc, sums = start_values(acc, sums, beside(beside(a8, b8), beside(c8, d8)), stage, 0, False, p, s)
+    else:
+        acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, False, p, s)
+        acc, sums = start_values(acc, sums, beside(c8, d8), stage, 2, True, p, s)
     if p.WRITE_LSE:
         sums = exact_sums
     acc, sums = wait_values(acc, sums, p)
@@ -1125,7 +1133,7 @@ def with_one_unit(acc, total, best, start, a, q_scale, ka, most, alpha, stage, p
     a8, best, start, alpha = one_power(a, q_scale, ka, most, all_ahead(a, p), best, start, alpha)
     acc, total = shrunk(acc, total, any_of(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, a8, stage, 0, p, s)
+    acc, sums = start_values(acc, sums, a8, stage, 0, False, p, s)
     acc, sums = wait_values(acc, sums, p)
     return acc, total + sums, any_of(best), any_of(start)
 
@@ -1136,7 +1144,7 @@ def with_two_units(acc, total, best, start, a, b, q_scale, ka, kb, most, alpha, 
     a8, b8, best, start, alpha = two_powers(a, b, q_scale, ka, kb, most, all_ahead(a, p), best, start, alpha)
     acc, total = shrunk(acc, total, any_of(alpha))
     sums = gl.zeros([ROWS, 8], gl.float32, LANES)
-    acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, p, s)
+    acc, sums = start_values(acc, sums, beside(a8, b8), stage, 0, False, p, s)
     acc, sums = wait_values(acc, sums, p)
     return acc, total + sums, any_of(best), any_of(start)
 
@@ -1406,10 +1414,10 @@ def attend(
         V_FINITE, LAMBDA, SKIPPED, EXACT, D, DVP, WGS, BQ, BK, STAGES, CUTS_FIRST, HAS_VALID, WRITE_LSE, PACKED, SECOND,
         64 * WGS, SLACK, UNITS, (UNITS == 4 or not SECOND) and UNITS * UNIT > BK, DIVIDED,
     )  # fmt: skip
-    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, UNITS * UNIT], gl.NVMMASharedLayout(64, 8, 2))
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, p.ONES], gl.NVMMASharedLayout(64, 8, 2))
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     # as bits: ptxas 12.8 packs a converted constant wrongly
-    ones.store(gl.full([8, UNITS * UNIT], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
+    ones.store(gl.full([8, p.ONES], 0x38, gl.int8, flat).to(gl.float8e4nv, bitcast=True))
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], WORDS)
     for i in gl.static_range(2):
