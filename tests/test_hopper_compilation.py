@@ -76,7 +76,7 @@ def spills_in_few(spills: list[int], block: tuple[int, int], dim: int, needs_lse
     consumers = 3 if block[0] % 192 == 0 else 2
     if not needs_lse and (consumers == 2 or dim <= 64):
         return sum(spills[consumers:]) <= (6 if newest() else 0)
-    return not any(spills[:consumers]) and sum(spills[consumers:-consumers]) <= (1 if consumers == 3 else 0)
+    return not any(spills[:consumers]) and max(spills[consumers:-consumers], default=0) <= (1 if consumers == 3 else 0)
 
 
 def newest() -> bool:
