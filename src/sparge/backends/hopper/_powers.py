@@ -10,9 +10,9 @@ two numbers in a word at once: that takes half as many instructions as looking f
 nothing waits for it. In 16 bits there is room for 41 octaves above the best, so where it has to move after all, what
 was made before is lowered. The first half of a step is made while the scores of the other are still under way.
 
-The mixture adds 1 to 3 % to the error of attention over random inputs (.039 or .040 with exponentials alone); two chords
-in eight would add 3, three 4. A thread's words of four numbers belong to two rows in turns: two groups, one after the
-other, make all rows alike.
+The mixture adds 1 to 3 % to the error of attention over random inputs (.039 or .040 with exponentials alone); two
+chords in eight would add 3, three 4. A thread's words of four numbers belong to two rows in turns: two groups, one
+after the other, make all rows alike.
 """
 
 import itertools
